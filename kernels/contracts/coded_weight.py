@@ -91,9 +91,9 @@ class CodedWeight:
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
 
-    def unfolded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantizes the matrix to [N, K], with its columns in the order of the inputs."""
-        elements = unfolded(self.codes, self.scales, self.zeros, self.scheme).to(dtype)
+        elements = dequantized(self.codes, self.scales, self.zeros, self.scheme).to(dtype)
         return elements if self.order is None else elements[:, torch.argsort(self.order)]
 
     def without_zeros(self) -> CodedWeight:
@@ -111,7 +111,7 @@ class CodedWeight:
 Matrix = Tensor | CodedWeight  # the weight of a linear layer, [N, K], before kernels pack it
 
 
-def unfolded(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
+def dequantized(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
     """Dequantizes some output channels to float32[n, K].
 
     Args:

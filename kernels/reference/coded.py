@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix, Scheme, compact_scales, unfolded
+from rootstock_llm.kernels.contracts.coded_weight import CodedWeight, Matrix, Scheme, compact_scales, dequantized
 from rootstock_llm.kernels.contracts.ops import PackedLinear
 
 PARTLY_CODED = "either all matrices of experts have codes, or none of them"
@@ -31,7 +31,7 @@ def elements(weight: PackedLinear, first: int, end: int) -> Tensor:
     codes = weight.data[first:end]
     if weight.scheme.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-    return unfolded(codes, weight.scales[first:end], None if weight.zeros is None else weight.zeros[first:end], weight.scheme)
+    return dequantized(codes, weight.scales[first:end], None if weight.zeros is None else weight.zeros[first:end], weight.scheme)
 
 
 class CodedExperts:
@@ -121,7 +121,7 @@ def coded_embedding(out: Tensor, input_ids: Tensor, weight: PackedLinear) -> Non
     """Implements Kernels.embedding() for a scheme of 8 bits with a scale per channel."""
     assert weight.scheme is not None and weight.scales is not None, "the weight has codes"
     codes, scales = torch.index_select(weight.data, 0, input_ids), torch.index_select(weight.scales, 0, input_ids)
-    out.copy_(unfolded(codes, scales, None, weight.scheme))
+    out.copy_(dequantized(codes, scales, None, weight.scheme))
 
 
 def with_8_bits(x: Tensor, group: int) -> Tensor:

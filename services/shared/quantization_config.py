@@ -23,7 +23,7 @@ STRATEGIES = {  # supported strategies of compressed-tensors by format: the weig
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the description of the quantized weights in the content of config.json; None if there is none."""
+    """Returns the description of quantized weights in the content of config.json, or None for other models."""
     owners = [owner for owner in (config, config.get("text_config")) if isinstance(owner, Mapping)]
     found = [owner.get(key) for owner in owners for key in KEYS]
     return next((each for each in found if isinstance(each, Mapping) and each), None)

@@ -17,16 +17,16 @@ from rootstock_llm.services.shared.quantization_config import fault_of, method_o
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # supported values of transformers' layer_types
 RECURRENT = "linear_attention"  # layer type of a recurrence, which some of our model classes have
 TYPE_LISTS = ("layer_types", "layers_block_type", "block_types")  # keys of config.json with a type per layer
-ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Model")  # of the architectures that our model classes compute
+ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Model")  # endings of the architectures that our model classes compute
 TABLE = Path(__file__).with_name("served_architectures.json")
 
 
-def quantised(subject: str, fault: str) -> str:
+def quantized(subject: str, fault: str) -> str:
     return f"{subject} is quantized in a layout that is not supported: {fault}"
 
 
-def quantised_elsewhere(subject: str, scheme: str, reason: str) -> str:
-    return f"{subject} cannot be served with weights of {scheme}: transformers' code would compute it, because {reason}"
+def quantized_elsewhere(subject: str, method: str, reason: str) -> str:
+    return f"{subject} cannot be served with weights of {method}: transformers' code would compute it, because {reason}"
 
 
 def unknown_model_type(subject: str, model_type: str, version: str) -> str:
@@ -84,13 +84,13 @@ def refusal(config: Any, files: Collection[str], subject: str) -> str:
     if isinstance(model_type, str) and model_type not in table["model_types"]:
         return unknown_model_type(subject, model_type, table["transformers"])
     if fault := fault_of(config, files):
-        return quantised(subject, fault)
+        return quantized(subject, fault)
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(model_type, str)):
         return ""
     architecture = str(architectures[0])
     if (quantization := quantization_of(config)) and not _has_code(table, architecture):
-        return quantised_elsewhere(subject, method_of(quantization), _without_code(table, architecture))
+        return quantized_elsewhere(subject, method_of(quantization), _without_code(table, architecture))
     text = config.get("text_config") if architecture in table["wrappers"] else config
     served = LAYER_TYPES | set(table["own_layer_types"].get(architecture, ()))
     if isinstance(text, Mapping) and (types := unknown_layers((text.get(key) for key in TYPE_LISTS), served)):

@@ -242,6 +242,8 @@ async def serve(settings: WorkerSettings) -> None:
     engine = await asyncio.to_thread(build_engine, settings, inbox, _on_lost(asyncio.get_running_loop(), health, life))
     warming = asyncio.create_task(_warm_up(settings, engine))
     info = _info(settings, engine, secrets.randbits(63))
+    if settings.enable_return_routed_experts and not info.routed_experts_per_token:
+        logger.warning("--enable-return-routed-experts has no effect: this model has no experts that the worker can report")
     counts = LoopCounts(info.page_size, info.num_pages)
     worker_metrics = WorkerMetrics(info.model, counts, engine_type=info.role or "unified")
     _register(registry, worker_metrics, engine, info.model)

@@ -44,7 +44,7 @@ GROUPS = {
 
 
 class TimedKernels:
-    """Forwards every kernel call, sums its time by group, and records the weights that it reads. One thread calls it."""
+    """Forwards every kernel call, adds its duration to that of a group, and records which weights are read. For one thread."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
@@ -191,7 +191,7 @@ class Run:
         return ours
 
     def prefilled(self, texts: list[torch.Tensor], num_new: int) -> list[Sequence]:
-        """Computes prompts, [1, tokens] each, one after the other, and returns their sequences for num_new decode steps."""
+        """Computes each prompt, [1, tokens], in a pass of its own. Returns the sequences for num_new decode steps."""
         self._driver.next_page = 0
         params = SamplingParams(max_new_tokens=1 + num_new, temperature=0.0)
         sequences = [Sequence(text[0].tolist(), slot, params) for slot, text in enumerate(texts)]
@@ -204,7 +204,7 @@ class Run:
         self._driver.decode(sequences, num_out)
 
     def _compare_with_reading(self, ours: Timing) -> None:
-        """Alternates decode steps with reads of as many bytes as the step has read, and prints medians and their ratio."""
+        """Alternates decode steps with reads of the same number of bytes. Prints medians and ratios."""
         steps, reads, sizes = [], [], []
         for number in range(1, self._options.pairs + 1):
             self._timer.forget_reads()

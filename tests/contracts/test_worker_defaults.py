@@ -210,7 +210,7 @@ def test_simulation_uses_every_scheduler_setting(binding: dict[str, ast.expr]) -
 
 def test_only_two_files_make_a_scheduler_config() -> None:
     pinned = "tests/benchmarks/pinned_config.py"
-    other = ROOT / "tests/benchmarks/engines/drivers"  # scripts of other engines, one of which has a class of this name
+    other = ROOT / "tests/benchmarks/engines/drivers"  # scripts of other engines; OpenVINO has a class of this name
     paths = [path for top in ("services", "tests") for path in (ROOT / top).rglob("*.py") if other not in path.parents]
     makers = {str(path.relative_to(ROOT)) for path in paths if calls(ast.parse(path.read_text()), "SchedulerConfig")}
     assert makers == {BINDING, pinned}

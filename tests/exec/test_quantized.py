@@ -73,15 +73,15 @@ def assert_close(found: Path, expected: Path, **options: object) -> None:
 def test_quantized_weight_is_close_to_its_elements(
     scheme: Scheme, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rootstock_llm.services.worker.exec.weights.quantization.ROWS_AT_ONCE", 2 * shape[1])
+    monkeypatch.setattr("rootstock_llm.services.worker.exec.weights.quantization.CONVERTED_AT_ONCE", 2 * shape[1])
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     weight[1] = 0.0
     found = quantized("w", weight, scheme)
     steps = found.scales.abs().repeat_interleave(shape[1] // found.scales.shape[1], 1)
     # The largest element of the other sign may exceed the codes of 4 bits by half a step, and a rounded scale by a little.
     allowed = 0.501 if scheme.bits == 8 else 1.04
-    assert bool(((found.unfolded() - weight).abs() <= steps * allowed + 1e-9).all())
-    assert torch.equal(found.unfolded()[1], weight[1])
+    assert bool(((found.dequantized() - weight).abs() <= steps * allowed + 1e-9).all())
+    assert torch.equal(found.dequantized()[1], weight[1])
 
 
 @pytest.mark.parametrize("option", ["int8", "int4"])
@@ -91,9 +91,9 @@ def test_model_quantized_at_load_equals_its_elements(folders: dict[str, Path], n
         if not (is_linear(tensor) or "in_proj" in tensor or tensor.endswith("out_proj.weight")):
             return {tensor: weight}
         scheme = Scheme(8) if option == "int8" else Scheme(4, 128 if weight.shape[1] % 128 == 0 else 64)
-        return {tensor: quantized(tensor, weight, scheme).unfolded()}
+        return {tensor: quantized(tensor, weight, scheme).dequantized()}
 
-    assert_close(folders[name], rewrite(folders[name], tmp_path / "unfolded", change), quantization=option)
+    assert_close(folders[name], rewrite(folders[name], tmp_path / "dequantized", change), quantization=option)
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
@@ -101,9 +101,9 @@ def test_quantized_head_equals_its_elements(folders: dict[str, Path], name: str,
     heads = ("lm_head.weight", "model.embed_tokens.weight") if name == "tied" else ("lm_head.weight",)
 
     def change(tensor: str, weight: Tensor) -> dict[str, Tensor]:
-        return {tensor: quantized(tensor, weight, Scheme(8)).unfolded() if tensor in heads else weight}
+        return {tensor: quantized(tensor, weight, Scheme(8)).dequantized() if tensor in heads else weight}
 
-    assert_close(folders[name], rewrite(folders[name], tmp_path / "unfolded", change), quantize_head=True)
+    assert_close(folders[name], rewrite(folders[name], tmp_path / "dequantized", change), quantize_head=True)
 
 
 def test_description_of_a_model_has_the_size_and_the_scheme_of_its_codes(folders: dict[str, Path]) -> None:
@@ -218,7 +218,7 @@ def test_reader_of_mxfp4_agrees_with_transformers(tmp_path: Path) -> None:
         tensors = [checkpoint.tensor(each.name, each.shape, torch.uint8, exact=True) for each in layout.tensors("w", (3, 8, 64))]
         matrix = layout.matrix("w", (3, 8, 64), tensors)
     assert isinstance(matrix, CodedWeight)
-    found = matrix.unfolded().view(3, 8, 64)
+    found = matrix.dequantized().view(3, 8, 64)
     assert torch.equal(found, elements)
     assert torch.equal(found, convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32).transpose(1, 2))
 
@@ -253,7 +253,7 @@ def test_reader_of_compressed_tensors_follows_the_groups_of_elements(order: str,
         )
         matrix = source.matrix([("w.weight", (32, 128))], is_head=False)
     assert isinstance(matrix, CodedWeight) and (matrix.order is None) == (order == "none")
-    torch.testing.assert_close(matrix.unfolded(), elements[:, back])
+    torch.testing.assert_close(matrix.dequantized(), elements[:, back])
 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
@@ -353,14 +353,14 @@ def test_experts_quantized_at_load_equal_their_elements(name: str, option: str, 
     EXPERT_MODELS[name].build(tmp_path / "model")
 
     def change(tensor: str, weight: Tensor) -> Tensor:
-        return quantized(tensor, weight, Scheme(8) if option == "int8" else Scheme(4, 128)).unfolded()
+        return quantized(tensor, weight, Scheme(8) if option == "int8" else Scheme(4, 128)).dequantized()
 
-    def unfolded(tensor: str, weight: Tensor) -> dict[str, Tensor]:
+    def dequantized(tensor: str, weight: Tensor) -> dict[str, Tensor]:
         if is_expert(tensor):
             return {tensor: of_experts(tensor, weight, change)}
         return {tensor: change(tensor, weight) if is_linear(tensor) else weight}
 
-    assert_close(tmp_path / "model", rewrite(tmp_path / "model", tmp_path / "unfolded", unfolded), quantization=option)
+    assert_close(tmp_path / "model", rewrite(tmp_path / "model", tmp_path / "dequantized", dequantized), quantization=option)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])

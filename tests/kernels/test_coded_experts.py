@@ -58,11 +58,11 @@ class CodedCase:
         x, activation = with_8_bits(case.x, self.gate_up[0].scheme.group), case.activation
         for choice in range(case.ids.shape[1]):
             for row, expert in enumerate(case.ids[:, choice].tolist()):
-                both = self.gate_up[expert].unfolded() @ x[row]
+                both = self.gate_up[expert].dequantized() @ x[row]
                 gate, up = (both if case.gate_up_bias is None else both + case.gate_up_bias[expert].float()).chunk(2)
                 gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
                 hidden = ((up + activation.shift) * gate * (activation.alpha * gate).sigmoid()).to(case.x.dtype)
-                down = self.down[expert].unfolded() @ with_8_bits(hidden[None], self.down[0].scheme.group)[0]
+                down = self.down[expert].dequantized() @ with_8_bits(hidden[None], self.down[0].scheme.group)[0]
                 result = down if case.down_bias is None else down + case.down_bias[expert].float()
                 out[row] += case.weights[row, choice] * result
         return out.to(case.x.dtype)
@@ -83,7 +83,7 @@ def coded_case(
     case = case_of(random.Random(rows), dtype, experts, inner, width, rows, choices, biases, activation)
     gate_up = [coded(2 * inner, width, schemes[0], seed=expert) for expert in range(experts)]
     down = [coded(width, inner, schemes[1], seed=expert + 100) for expert in range(experts)]
-    elements = (torch.stack([each.unfolded() for each in part]) for part in (gate_up, down))
+    elements = (torch.stack([each.dequantized() for each in part]) for part in (gate_up, down))
     return CodedCase(replace(case, gate_up=next(elements), down=next(elements)), gate_up, down)
 
 
@@ -169,7 +169,7 @@ def test_triton_layer_equals_the_elements_of_codes_whose_depth_does_not_fill_a_b
     )
     kernels = TritonLayers(device)
     kernels.linear(out, x.to(device), kernels.pack_linear(moved, None))
-    torch.testing.assert_close(out.cpu(), x @ weight.unfolded().t(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.cpu(), x @ weight.dequantized().t(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -34,7 +34,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def exact(x: Tensor, weight: CodedWeight, bias: Tensor | None, gated: bool) -> Tensor:
     """Returns the layer's output in float64."""
-    both = torch.nn.functional.linear(x.double(), weight.unfolded().double(), None if bias is None else bias.double())
+    both = torch.nn.functional.linear(x.double(), weight.dequantized().double(), None if bias is None else bias.double())
     if not gated:
         return both
     gate, up = both.chunk(2, dim=-1)
@@ -167,7 +167,7 @@ def test_embedding_reads_rows_of_codes(cpu: CpuKernels, dtype: torch.dtype, devi
         moved = CodedWeight(weight.codes.to(there), weight.scales.to(there), None, weight.scheme)
         found = torch.empty(len(ids), 64, dtype=dtype, device=there)
         kernels.embedding(found, ids.to(there), kernels.pack_linear(moved, None))
-        assert torch.equal(found.cpu(), weight.unfolded()[ids].to(dtype))
+        assert torch.equal(found.cpu(), weight.dequantized()[ids].to(dtype))
 
 
 def test_group_scales_need_two_bytes_when_bfloat16_represents_them(cpu: CpuKernels) -> None:
@@ -179,9 +179,9 @@ def test_group_scales_need_two_bytes_when_bfloat16_represents_them(cpu: CpuKerne
 def test_rows_of_codes_are_selected_and_stacked() -> None:
     one, two = (coded(6, 64, Scheme(4, 32, zero_points=True), seed) for seed in (1, 2))
     both, order = stacked([one, two]), torch.tensor([7, 0, 11])
-    assert torch.equal(both.unfolded(), torch.cat((one.unfolded(), two.unfolded())))
+    assert torch.equal(both.dequantized(), torch.cat((one.dequantized(), two.dequantized())))
     chosen = selected_rows(both, order)
-    assert isinstance(chosen, CodedWeight) and torch.equal(chosen.unfolded(), both.unfolded()[order])
+    assert isinstance(chosen, CodedWeight) and torch.equal(chosen.dequantized(), both.dequantized()[order])
     with pytest.raises(ValueError, match="the schemes differ: int4 by 32 with zero points, int8 by channel"):
         stacked([one, coded(6, 64, Scheme(8))])
 

@@ -174,7 +174,7 @@ class Choice:
         self.logprobs = LogprobTable() if params.wants_logprobs else EMPTY_TABLE  # rows of output_ids, if requested
         self.prompt_logprobs = EMPTY_TABLE  # rows of prompt tokens from position max(1, prompt_from) on
         wanted = params.routed_experts
-        self.routed_experts = None if wanted is None else RoutedExpertsTable(wanted.per_token)  # None if not requested
+        self.routed_experts = None if wanted is None else RoutedExpertsTable(wanted.per_token)  # None: not requested
         self.worker_ending: Ending | None = None  # set when the worker has ended the choice
         self._embedding: Sequence[float] | None = None
         self._label_logprobs: Sequence[float] | None = None

@@ -72,8 +72,8 @@ def load_model(request: LoadRequest) -> LoadedModel:
         config = read_config(request.folder)
         native = _native_config(config)
         given = read_quantization(request.folder, request.quantization)
-        if isinstance(native, NotCovered) and (scheme := str(Quantization(request.quantization)) or (given and method_of(given))):
-            raise UnsupportedModel(served_config.quantised_elsewhere(str(request.folder), scheme, str(native)))
+        if isinstance(native, NotCovered) and (method := str(Quantization(request.quantization)) or (given and method_of(given))):
+            raise UnsupportedModel(served_config.quantized_elsewhere(str(request.folder), method, str(native)))
         if isinstance(native, DecoderConfig):
             if request.quantization.head and not native.has_head:
                 raise UnsupportedModel(f"{request.folder} has no vocabulary projection to quantize. Unset --quantize-head.")

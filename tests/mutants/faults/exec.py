@@ -11,7 +11,7 @@ EXEC = (
         "exec",
         f"{WEIGHTS}/quantization.py",
         (".add_(scheme.zero)", ".add_(scheme.zero - 1)"),
-        ("head = INT8 if self.options.head else AUTO", "head = self.options.scheme"),
+        ("head = INT8 if self.options.head else AUTO", "head = self.options.weights"),
         only="test_quantized",
     ),
     *of(

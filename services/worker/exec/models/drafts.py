@@ -304,8 +304,8 @@ def load_mtp(
     model = target.model
     config = model.config.of_one_layer()
     hidden, eps, additional = config.hidden_size, config.rms_norm_eps, f"layers.{len(model.layers)}"
-    quantised = read_quantization(folder, options)
-    with closing(Checkpoint(folder, has_codes=quantised is not None)) as checkpoint:
+    quantized = read_quantization(folder, options)
+    with closing(Checkpoint(folder, has_codes=quantized is not None)) as checkpoint:
         if checkpoint.has("mtp.fc.weight"):
             prefix, name = "mtp", "layers.0"
             embedding_norm, state_norm, joined, norm = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
@@ -321,7 +321,7 @@ def load_mtp(
         if model.head is None:
             raise CheckpointError(f"{folder} has no vocabulary projection, which an MTP layer needs to draft tokens")
         config = config.with_experts_of(checkpoint, f"{prefix}.{name}.")
-        quantization = quantization_for(quantised, options, checkpoint)
+        quantization = quantization_for(quantized, options, checkpoint)
         source = CheckpointSource(checkpoint, dtype, model.embedding.device, quantization=quantization)
         body = WeightReader(source, kernels).at(prefix)
         return MtpHead(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rootstock_llm.services.shared import served_config
 
-QUANTISED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes in files; floats with fewer than 16 bits also count as quantized
+QUANTIZED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes in files; floats with fewer than 16 bits also count as quantized
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtype names in files
 STORED = FLOATS | {  # dtype names in files, of elements and of codes
     "F8_E4M3": torch.float8_e4m3fn,
@@ -162,7 +162,7 @@ class Checkpoint:
             if not (self._folder / file).is_file():
                 continue
             found = self._dtype(name, file)
-            if found.startswith(("F8", "F6", "F4")) or (found in QUANTISED_WEIGHTS and name.endswith("weight")):
+            if found.startswith(("F8", "F6", "F4")) or (found in QUANTIZED_WEIGHTS and name.endswith("weight")):
                 raise CheckpointError(f"{self._folder} is quantized: {name} is {found}; supported: {', '.join(FLOATS)}")
 
     def _dtype(self, name: str, file: str) -> str:

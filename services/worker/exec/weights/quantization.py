@@ -16,8 +16,8 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.coded_weight import GROUPS, CodedWeight, Matrix, Scheme, stacked
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
 
-AUTO, INT8, INT4 = "auto", "int8", "int4"  # values of QuantizationOptions.scheme
-ROWS_AT_ONCE = 1 << 22  # elements that are converted to float32 at a time: 16 MiB
+AUTO, INT8, INT4 = "auto", "int8", "int4"  # values of QuantizationOptions.weights
+CONVERTED_AT_ONCE = 1 << 22  # elements that are converted to float32 at a time: 16 MiB
 Part = tuple[str, tuple[int, ...]]  # name of a tensor in the checkpoint, and its shape
 
 
@@ -25,7 +25,7 @@ Part = tuple[str, tuple[int, ...]]  # name of a tensor in the checkpoint, and it
 class QuantizationOptions:
     """The settings quantization and quantize_head."""
 
-    scheme: str = AUTO  # AUTO: no matrix is quantized at load; INT8, INT4
+    weights: str = AUTO  # AUTO: no matrix is quantized at load; INT8, INT4
     head: bool = False  # whether the vocabulary projection gets 8 bits
 
 
@@ -89,7 +89,7 @@ class Quantization:
     def __str__(self) -> str:
         """The layout and the options for logs and responses, such as "awq 4 bits by 128". Empty without both."""
         parts = [] if self.layout is None else [self.layout.name]
-        parts += [self.options.scheme] * (self.options.scheme != AUTO)
+        parts += [self.options.weights] * (self.options.weights != AUTO)
         return ", ".join([*parts, "int8 head"] if self.options.head else parts)
 
     def tensors(self, part: Part) -> tuple[StoredTensor, ...]:
@@ -140,7 +140,7 @@ class Quantization:
         if matrix.is_meta:
             return matrix
         head = INT8 if self.options.head else AUTO
-        scheme = _scheme(head if is_head else self.options.scheme, name, matrix.shape[1])
+        scheme = _scheme(head if is_head else self.options.weights, name, matrix.shape[1])
         return matrix if scheme is None else quantized(name, matrix, scheme)
 
 
@@ -182,7 +182,7 @@ def quantized(name: str, weight: Tensor, scheme: Scheme) -> CodedWeight:
         raise CheckpointError(f"{name} cannot be quantized: {error}") from error
     codes = torch.empty((channels, depth), dtype=torch.uint8, device=weight.device)
     scales = torch.empty((channels, groups), dtype=torch.float32, device=weight.device)
-    step = max(1, ROWS_AT_ONCE // depth)
+    step = max(1, CONVERTED_AT_ONCE // depth)
     for first in range(0, channels, step):
         wide = weight[first : first + step].float().view(-1, groups, depth // groups)
         if scheme.bits == 4:

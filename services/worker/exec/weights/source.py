@@ -161,7 +161,7 @@ class LazyMatrices:
 
 def in_form(name: str, matrices: Matrices, quantization: Quantization) -> Matrices:
     """Implements WeightSource.in_form()."""
-    if quantization.options.scheme == AUTO:
+    if quantization.options.weights == AUTO:
         return matrices
     return LazyMatrices(len(matrices), lambda index: quantization.applied(name, matrices[index], is_head=False))
 

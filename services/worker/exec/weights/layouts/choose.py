@@ -33,11 +33,11 @@ def read_quantization(folder: Path, options: QuantizationOptions) -> Mapping[str
     """
     config = read_json(folder / "config.json")
     if fault := fault_of(config, {path.name for path in folder.iterdir()}):
-        raise CheckpointError(served_config.quantised(str(folder), fault))
+        raise CheckpointError(served_config.quantized(str(folder), fault))
     found = quantization_of(config)
-    if found is not None and options.scheme != AUTO and not (becomes_float(found) and options.scheme == INT8):
+    if found is not None and options.weights != AUTO and not (becomes_float(found) and options.weights == INT8):
         raise CheckpointError(
-            f"--quantization is {options.scheme}, but {folder} is quantized by {method_of(found)}. Set --quantization to {AUTO}."
+            f"--quantization is {options.weights}, but {folder} is quantized by {method_of(found)}. Set --quantization to {AUTO}."
         )
     return found
 
