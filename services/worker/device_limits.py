@@ -1,4 +1,4 @@
-"""Defaults of max_running_requests and chunked_prefill_size, by the device's memory.
+"""Defaults of max_running_requests, chunked_prefill_size and enable_mixed_chunk, by the device and its memory.
 
 A device with more memory stores the KV of more requests. It is usually also faster and computes a longer chunk in the same time.
 The chunk sizes are SGLang's defaults by GPU memory. No default of max_running_requests exceeds 256, because decode graphs have at
@@ -42,11 +42,14 @@ def resolved(settings: WorkerSettings, device_bytes: int | None) -> WorkerSettin
 
     In the result, a chunked_prefill_size of 0 means that prompts are not split into chunks.
     """
-    limits, found = limits_of(device_bytes), {}
+    limits = limits_of(device_bytes)
+    found: dict[str, int] = {}
     if settings.max_running_requests == BY_DEVICE:
         found["max_running_requests"] = limits.max_running_requests
     chunk = settings.chunked_prefill_size
     found["chunked_prefill_size"] = limits.chunked_prefill_size if chunk is None else max(chunk, 0)
+    if settings.enable_mixed_chunk is None:
+        found["enable_mixed_chunk"] = device_bytes is None
     return settings.model_copy(update=found)
 
 

@@ -24,6 +24,7 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
     """
     assert settings.max_running_requests != BY_DEVICE, "settings come from device_limits.resolved()"
     assert settings.chunked_prefill_size is not None, "settings come from device_limits.resolved()"
+    assert settings.enable_mixed_chunk is not None, "settings come from device_limits.resolved()"
     whole = info.needs_whole_prompt  # whether the model must compute a prompt in one step, without chunks and cached prefixes
     return SchedulerConfig(
         num_pages=info.num_pages,

@@ -146,7 +146,11 @@ class WorkerSettings(ServiceSettings):
     )
     prefill_max_requests: int = Field(0, ge=0, description="Largest number of prompts in a prefill step. 0: no limit.")
     max_prompt_logprob_tokens: int = Field(4096, ge=256, description="Largest number of prompt tokens with logprobs in a step.")
-    enable_mixed_chunk: bool = Field(False, description="Also decode running requests in prefill steps.")
+    enable_mixed_chunk: bool | None = Field(
+        None,
+        description="Also decode running requests in prefill steps. Unset: on with a CPU, which then reads the weights once for"
+        " both; off with a GPU, whose decode steps are CUDA graphs.",
+    )
     enable_radix_cache: bool = Field(True, description="Share the KV of common prefixes between requests.")
     eviction_policy: EvictionPolicy = Field(EvictionPolicy.LRU, description="Order in which cached prefixes are evicted.")
     enable_prefix_index: bool = Field(True, description="Publish cached blocks of 64 tokens to redis_url.")

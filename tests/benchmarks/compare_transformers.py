@@ -3,7 +3,8 @@
 Both sides use random bf16 weights, the same distinct prompts and the same cores, one side at a time. The server shares the cores
 with the client. For every round and concurrency c, the benchmark starts the server, sends a warm-up request, sends c requests at
 once, and stops the server. Then transformers runs the same c prompts as a batch in a child process. Start, load and warm-up are
-not measured.
+not measured. With `--against executor`, the child process runs the worker's executor alone, without scheduler and server. The
+ratio is then the share of the executor's speed that the whole system keeps.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ import uvloop
 
 from rootstock_llm.services.cli.bench import machine, report
 from rootstock_llm.services.cli.bench.client import Endpoint, Outcome, first_model, open_http, stream
+from tests.benchmarks.intervals import interval
 from tests.benchmarks.machine import busy_cores
 from tests.benchmarks.server_process import ROOT, ROOTSTOCK, ServerFailed, running_server
 
 BUILD = ROOT / "build" / "bench"
+REFERENCES = ("transformers", "executor")
 CHILD_TIMEOUT_S = 3600.0
 WARMUP_STREAM = 999
 BUSY_SAMPLE_S = 1.0  # seconds over which the CPU use of other processes is measured
@@ -38,12 +41,12 @@ BUSY_LIMIT = 0.2  # cores used by other processes above which a round's ratio is
 
 
 class MeasurementFailed(Exception):
-    """Raised if the server or transformers fails or returns too few tokens, so the measurement has no result."""
+    """Raised if the server or the reference fails or returns too few tokens, so the measurement has no result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts for the server or for transformers in one measurement."""
+    """Prompts of one measurement, for the server and for the reference."""
 
     model: Path
     prompts: list[list[int]]
@@ -61,12 +64,12 @@ class Pair:
     concurrency: int
     round: int
     rootstock: float  # output tokens per second
-    transformers: float  # output tokens per second
+    reference: float  # output tokens per second of transformers or of the executor
     busy_cores: float = 0.0  # cores used by other processes just before the measurement
 
     @property
     def ratio(self) -> float:
-        return self.rootstock / self.transformers
+        return self.rootstock / self.reference
 
 
 def ensure_model(folder: Path, shape: str) -> None:
@@ -108,18 +111,18 @@ def check(outcome: Outcome, output_len: int) -> None:
         raise MeasurementFailed(f"a request returned {outcome.completion_tokens} tokens, not {output_len}")
 
 
-def measure_transformers(job: Job, threads: int, log: Path) -> float:
-    command = [sys.executable, "-m", "tests.benchmarks.transformers_generate"]
+def measure_reference(job: Job, against: str, threads: int, log: Path) -> float:
+    command = [sys.executable, "-m", f"tests.benchmarks.{against}_generate"]
     text = json.dumps({"model": str(job.model), "prompts": job.prompts, "output_len": job.output_len, "threads": threads})
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as errors:
         pipes: dict[str, Any] = {"input": text, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
         done = subprocess.run(command, cwd=ROOT, timeout=CHILD_TIMEOUT_S, check=False, **pipes)
     if done.returncode != 0:
-        raise MeasurementFailed(f"transformers ended with status {done.returncode}; see {log}")
+        raise MeasurementFailed(f"{against} ended with status {done.returncode}; see {log}")
     result = json.loads(done.stdout)
     if result["tokens"] != job.tokens:
-        raise MeasurementFailed(f"transformers returned {result['tokens']} tokens, not {job.tokens}")
+        raise MeasurementFailed(f"{against} returned {result['tokens']} tokens, not {job.tokens}")
     return float(result["tokens"] / result["seconds"])
 
 
@@ -132,7 +135,7 @@ def measure_pair(args: argparse.Namespace, concurrency: int, number: int) -> Pai
     if busy > BUSY_LIMIT:
         print(f"other processes use {busy:.1f} cores, so the ratio of this round is unreliable", file=sys.stderr)
     server = measure_server(job, args.server_command, warmup, logs / f"server-{name}")
-    reference = measure_transformers(job, args.cores, logs / f"transformers-{name}")
+    reference = measure_reference(job, args.against, args.cores, logs / f"{args.against}-{name}")
     pair = Pair(concurrency, number, server, reference, busy)
     print(
         f"round {number}, {concurrency} in flight: {server:.1f} and {reference:.1f} tok/s, ratio {pair.ratio:.2f}",
@@ -141,15 +144,16 @@ def measure_pair(args: argparse.Namespace, concurrency: int, number: int) -> Pai
     return pair
 
 
-def table(pairs: Sequence[Pair]) -> str:
-    """Returns a Markdown table of medians over the rounds: Rootstock's rate, transformers' rate, and the ratio of the two."""
-    lines = ["| in flight | rootstock tok/s | transformers tok/s | ratio | ratio, least to most |", "|---:|---:|---:|---:|---:|"]
+def table(pairs: Sequence[Pair], against: str = "transformers") -> str:
+    """Returns a Markdown table of medians over the rounds: both rates, and their ratio with its 95 % interval."""
+    lines = [f"| in flight | rootstock tok/s | {against} tok/s | ratio | 95 % interval |", "|---:|---:|---:|---:|---:|"]
     for concurrency in dict.fromkeys(p.concurrency for p in pairs):
         of = [p for p in pairs if p.concurrency == concurrency]
         ratios = [p.ratio for p in of]
-        numbers = (statistics.median(p.rootstock for p in of), statistics.median(p.transformers for p in of))
+        numbers = (statistics.median(p.rootstock for p in of), statistics.median(p.reference for p in of))
+        least, most = interval(ratios)
         cells = [str(concurrency), *(f"{n:.1f}" for n in numbers), f"{statistics.median(ratios):.2f}"]
-        lines.append("| " + " | ".join([*cells, f"{min(ratios):.2f} to {max(ratios):.2f}"]) + " |")
+        lines.append("| " + " | ".join([*cells, f"{least:.2f} to {most:.2f}"]) + " |")
     return "\n".join(lines)
 
 
@@ -169,6 +173,7 @@ def keep_to_cores(count: int) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", choices=REFERENCES, default=REFERENCES[0])
     parser.add_argument("--shape", default="qwen3-0.6b", help="see make_model")
     parser.add_argument("--model", type=Path, help=f"folder of the checkpoint, made if missing; default {BUILD}/SHAPE")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
@@ -176,7 +181,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--cores", type=int, default=2, help="number of cores for all processes; also the number of transformers' threads"
+        "--cores", type=int, default=2, help="number of cores for all processes; also the number of the reference's threads"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -204,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compare_transformers: {error}", file=sys.stderr)
         return 1
     data = as_data(args, pairs)
-    print(table(pairs))
+    print(table(pairs, args.against))
     print(json.dumps(data))
     report.append_lines(args.output_file, [data])
     return 0

@@ -5,7 +5,7 @@ a decode step, and output tokens per second (prefill and decode). A second line 
 per kernel group and between kernels. A third line has the bytes of weights that a decode step reads, with experts that have rows,
 and the time of a step as a multiple of the time in which the same threads read as many bytes. For this, `--pairs` further steps
 and reads alternate. If --quantization has several forms and --rounds is above 1, the last lines have the median
-ratios of each form to the first one over all rounds.
+ratios of each form to the first one over all rounds, with 95 % intervals.
 
 With --contexts, decode steps of one request alternate between contexts, and between our executor and transformers. The output has
 the medians of the rounds' ratios with 95 % intervals. No time is checked.
@@ -115,10 +115,12 @@ def seconds_to_read(memory: torch.Tensor, num_bytes: int) -> float:
     return time.perf_counter() - begun
 
 
-def run_ours(driver: Driver, batch: int, num_in: int, num_out: int, chunk_tokens: int) -> Timing:
+def run_ours(driver: Driver, texts: list[list[int]], num_out: int, chunk_tokens: int) -> Timing:
+    """Computes prompts of equal length in steps of at most chunk_tokens tokens, then decodes all of them together."""
     driver.next_page = 0
     params = SamplingParams(max_new_tokens=num_out, temperature=0.0)
-    sequences = [Sequence(prompt, slot, params) for slot, prompt in enumerate(prompts(batch, num_in).tolist())]
+    sequences = [Sequence(text, slot, params) for slot, text in enumerate(texts)]
+    batch, num_in = len(texts), len(texts[0])
     at_once = max(1, chunk_tokens // num_in)
     begun = time.perf_counter()
     for first in range(0, batch, at_once):
@@ -174,14 +176,15 @@ class Run:
         print(info)
         self._driver, self._timer = Driver(self.executor, PAGE_SIZE), timers[0]
         self._memory = torch.ones(READ_BYTES // 4)
-        run_ours(self._driver, 1, 32, 4, options.chunk_tokens)
+        run_ours(self._driver, prompts(1, 32).tolist(), 4, options.chunk_tokens)
 
     def batch(self, batch: int) -> Timing:
         """Runs one batch, and prints its speeds and its seconds per kernel group."""
         options, timer = self._options, self._timer
         timer.seconds.clear()
         timer.forget_reads()
-        ours = run_ours(self._driver, batch, options.num_in, options.num_out, options.chunk_tokens)
+        texts = prompts(batch, options.num_in).tolist()
+        ours = run_ours(self._driver, texts, options.num_out, options.chunk_tokens)
         print(ours.line(self._form), flush=True)
         spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in sorted(timer.seconds.items()))
         other = ours.prefill_s + ours.decode_s - sum(timer.seconds.values())
@@ -319,12 +322,10 @@ def main() -> None:
                 print(run_transformers(model, batch, options.num_in, options.num_out).line("transformers"), flush=True)
     base = options.quantization[0]
     for (form, batch), found in timings.items() if options.rounds > 1 else ():
-        pairs = list(zip(timings[base, batch], found, strict=True))
-        step, prefill = (
-            median(one.decode_s / other.decode_s for one, other in pairs),
-            median(one.prefill_s / other.prefill_s for one, other in pairs),
-        )
-        print(f"{form:>14} batch {batch:3}: speed relative to {base}: decode {step:.2f}, prefill {prefill:.2f}")
+        first = timings[base, batch]
+        decode = ratio_text([each.decode_s for each in first], [each.decode_s for each in found])
+        prefill = ratio_text([each.prefill_s for each in first], [each.prefill_s for each in found])
+        print(f"{form:>14} batch {batch:3}: speed relative to {base}: decode {decode}, prefill {prefill}")
     for run in runs.values():
         run.executor.close()
 

@@ -85,7 +85,7 @@ def test_comparison_prints_a_table_and_appends_a_json_line(tmp_path: Path) -> No
     assert done.stdout.startswith("| in flight | rootstock tok/s |")
     (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
     (pair,) = json.loads(line)["rounds"]
-    assert pair["concurrency"] == 2 and pair["rootstock"] > 0 and pair["transformers"] > 0
+    assert pair["concurrency"] == 2 and pair["rootstock"] > 0 and pair["reference"] > 0
 
 
 def test_busy_ticks_exclude_idle_and_io_wait(tmp_path: Path) -> None:

@@ -44,6 +44,12 @@ def test_limits_that_the_operator_sets_are_unchanged() -> None:
     assert (found.max_running_requests, found.chunked_prefill_size) == (7, 8192)
 
 
+@pytest.mark.parametrize(("device_bytes", "mixed"), [(None, True), (80 * GIB, False)], ids=["CPU", "GPU"])
+def test_steps_are_mixed_by_default_when_the_device_is_a_cpu(device_bytes: int | None, mixed: bool) -> None:
+    assert resolved(WorkerSettings(), device_bytes).enable_mixed_chunk is mixed
+    assert resolved(WorkerSettings(enable_mixed_chunk=not mixed), device_bytes).enable_mixed_chunk is not mixed
+
+
 @pytest.mark.parametrize("off", [0, -1])
 def test_prompts_are_not_chunked_when_chunks_are_disabled(off: int) -> None:
     found = resolved(WorkerSettings(chunked_prefill_size=off), 140 * GIB)

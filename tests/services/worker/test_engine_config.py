@@ -70,7 +70,7 @@ def test_encoder_prompts_are_never_cut_and_never_cached() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["max_running_requests", "chunked_prefill_size"])
+@pytest.mark.parametrize("name", ["max_running_requests", "chunked_prefill_size", "enable_mixed_chunk"])
 def test_scheduler_configuration_fails_when_a_device_limit_is_unresolved(name: str) -> None:
     unresolved = SETTINGS.model_copy(update={name: WorkerSettings.model_fields[name].default})
     with pytest.raises(AssertionError, match="device"):

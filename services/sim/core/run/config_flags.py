@@ -150,8 +150,8 @@ def simulated_model(settings: WorkerSettings, num_pages: int, graphs: GraphLimit
 def _options(name: str, field: FieldInfo) -> dict[str, Any]:
     """Returns argparse options for a setting of this type."""
     kind = field.annotation
-    if kind == int | None:
-        kind = int
+    if kind in (int | None, bool | None):
+        kind = next(each for each in typing.get_args(kind) if each is not type(None))
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if kind is int or kind is float:
