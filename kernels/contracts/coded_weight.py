@@ -136,7 +136,7 @@ def compact_scales(scales: Tensor) -> Tensor:
 
 
 def stacked(parts: Sequence[CodedWeight]) -> CodedWeight:
-    """Returns the output channels of all parts as one weight. Raises ValueError if their schemes or orders differ.
+    """Returns the output channels of all parts as one weight. Raises ValueError if their schemes or input orders differ.
 
     If only some parts have zero points, the other parts get zero points equal to Scheme.zero.
     """

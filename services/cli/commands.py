@@ -158,7 +158,7 @@ COMMANDS: Mapping[str, Command] = {
         batch.run,
     ),
     "keys": Command(
-        "make API keys for a gateway, and list those of a file",
+        "make API keys for a gateway, and list the API keys in a file",
         ("rootstock keys new team-a --requests-per-minute 600", "rootstock keys list keys.json"),
         _add_keys_flags,
         _keys,

@@ -68,7 +68,7 @@ SERVE = """
 [the launcher](configuration.md#python--m-rootstock_llmserviceslocal). The model precedes the flags.
 """
 SIM = """
-[What is simulated, and the figures](../how-to/simulator.md). Each action has its own `--help`.
+[The simulator page](../how-to/simulator.md) explains the simulation and its figures. Each action has its own `--help`.
 """
 # Text before the examples of a command. Its blocks make the files that the examples read.
 PREPARATION = {
@@ -108,7 +108,7 @@ NOTES = {"serve": SERVE, "chat": CHAT, "status": STATUS, "batch": BATCH, "contro
 def render() -> str:
     parts = [HEAD, "<!-- output: format -->\n", _fenced(EXITS)]
     for command in commands_of(build_parser()):
-        parts += [f"\n## {command.name}\n\n{COMMANDS[command.name].summary.capitalize()}.\n\n"]
+        parts += [f"\n## {command.name}\n\n{COMMANDS[command.name].summary[0].upper()}{COMMANDS[command.name].summary[1:]}.\n\n"]
         parts += [PREPARATION.get(command.name, ""), f"<!-- {MARKS.get(command.name, 'run')} -->\n"]
         parts += [_fenced("\n".join(map(_from_a_checkout, COMMANDS[command.name].examples))), NOTES.get(command.name, "")]
         parts += [_fenced(PICTURE.read_text().rstrip("\n"))] if command.name == "status" else []

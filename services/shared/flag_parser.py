@@ -16,7 +16,7 @@ class FlagParser(argparse.ArgumentParser):
     """An argument parser whose subcommands have parsers of the same class, so that each suggests its own flags."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses arguments. Exits with status 2 if a flag is unknown; the parser of the command suggests the nearest flag."""
+        """Parses arguments. Exits with status 2 if one is unknown; the message suggests a similar flag of the same command."""
         words = list(sys.argv[1:] if args is None else args)
         if any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
             # Flags before a command take no values. Without this check, argparse would report a missing command instead.

@@ -64,7 +64,7 @@ class Branch:
 
 @dataclass(slots=True)
 class Pattern:
-    """The branches of a pattern and the pairs of positions that its matches may contain."""
+    """A parsed pattern: its branches, and the pairs of its positions that can match neighbouring characters."""
 
     branches: tuple[Branch, ...] = ()
     # Pairs of positions that can match neighbouring characters.

@@ -38,7 +38,7 @@ def test_measurement_fails_when_a_request_fails_or_has_too_few_tokens(error: str
         check(Outcome(0.0, 0.0, completion_tokens=tokens, error=error), 64)
 
 
-def test_default_arguments_are_those_of_the_acceptance_measurement() -> None:
+def test_default_arguments_select_qwen3_0_6b_at_1_8_and_32_in_flight() -> None:
     args = parse([])
     assert (args.shape, args.concurrency, args.input_len, args.output_len, args.cores) == ("qwen3-0.6b", [1, 8, 32], 256, 64, 2)
     command = server_command(args.server_command, Path("/m"), 81)

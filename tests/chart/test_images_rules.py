@@ -255,7 +255,7 @@ def variables(stage: str) -> dict[str, str]:
     return dict(word.split("=", 1) for each in lineage for line in each.all("ENV") for word in line.words)
 
 
-def test_cuda_worker_has_flashinfer_kernels_in_the_searched_folder() -> None:
+def test_cuda_worker_has_compiled_kernels_in_the_folder_that_flashinfer_reads() -> None:
     """The kernels are in FlashInfer's folder for precompiled kernels. A missing kernel is an error, because compiling is off."""
     dockerfile = read(DOCKERFILE)
     place = next(each.words[1] for each in dockerfile.stage("worker-cuda").all("COPY") if each.words[0] == "/opt/kernels")

@@ -112,7 +112,7 @@ class TestTokens:
         assert (ending([B] * count, stop_token_ids=(B,), min_new_tokens=3) is not None) is ends
 
     @pytest.mark.parametrize("num_ids", [8, 9])
-    def test_stop_tokens_match_when_a_request_has_more_than_fit_into_the_column(self, num_ids: int) -> None:
+    def test_stop_tokens_match_when_a_request_has_more_than_the_slot_column_holds(self, num_ids: int) -> None:
         engine = make(eos_token_ids=())
         engine.submit(0, [1] * 8, max_new_tokens=30, ignore_eos=True)
         engine.drain()

@@ -39,7 +39,7 @@ def is_up(url: str) -> bool:
 
 
 def state_of(clients: list[OpenAI], batch: Batch) -> Batch:
-    """Returns the batch as the first gateway that responds reports it, or `batch` if no gateway responds."""
+    """Returns the batch from the first gateway that responds, or `batch` if none responds."""
     for client in clients:
         try:
             return client.batches.retrieve(batch.id)

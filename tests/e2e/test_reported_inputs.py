@@ -176,7 +176,7 @@ class TestChats:
             response = post(no_files.set(), path, {**body_of(path, most=2), **switch})
             assert response.status_code == 200, response.text
 
-    def test_refusal_names_the_message_that_the_template_can_render_in_no_form(self, no_files: ChangedTokenizer) -> None:
+    def test_refusal_names_the_message_that_the_template_cannot_render(self, no_files: ChangedTokenizer) -> None:
         user = {"role": "user", "content": "Hi"}
         messages = [user, {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function"}]}, user]
         response = post(no_files.set(), CHAT, {"model": "demo", "messages": messages})

@@ -172,7 +172,7 @@ def test_step_that_reads_other_pages_does_not_wait_for_the_load(loading: Loading
 
 
 def test_first_step_with_each_loaded_page_waits_for_the_load(loading: Loading) -> None:
-    """Steps begin one after another before any layer is loaded. A step that fails in between must have no effect."""
+    """A step that fails before its launch must not change the waits of later steps with pages of the same load."""
     two = np.array([2, 4], dtype=np.int32)
     loading.begin(pages=two, host_pages=np.array([0, 1], dtype=np.int32))
     loading.fact()

@@ -41,7 +41,7 @@ class Book:
 
 @dataclass
 class Engine:
-    """The core of a worker with an executor, whose turns the test runs."""
+    """A worker's scheduler core with its executor. The test runs the iterations of the loop."""
 
     executor: DeviceExecutor
     jump: bool = True
@@ -170,7 +170,7 @@ def test_resumed_request_follows_the_grammar_without_forced_tokens(executors: li
 
 
 def test_each_set_of_parameters_gives_another_output(executors: list[DeviceExecutor]) -> None:
-    """Each case of parameters must change the output. Otherwise, the comparisons above would not test the parameters."""
+    """These four cases must have different outputs. Otherwise, the comparisons above would not test their parameters."""
     engine = Engine(executors[0])
     engine.run([((), WISHES[wish]) for wish in ("greedy", "drawn", "penalties", "dry")])
     assert len({tuple(engine.rest[handle]) for handle in range(4)}) == 4

@@ -1,4 +1,4 @@
-"""Draft tokens save steps and do not change results: token ids and log probabilities have equal bits in any context."""
+"""Draft tokens save steps and change no bit of token ids and log probabilities in deterministic mode, in any batch."""
 
 from __future__ import annotations
 

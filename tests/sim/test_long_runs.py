@@ -149,7 +149,7 @@ def test_plans_are_reproducible_by_seed(name: str) -> None:
 
 
 class TestNoStarvation:
-    """With the policy fcfs and without priorities, every request is admitted in time."""
+    """With the policy fcfs and without priorities, requests are admitted in order and after a bounded number of steps."""
 
     @each_pair(overlap=EITHER, retract_interval=[0, 3], mixed=EITHER)
     def test_scheduler_admits_requests_in_order_of_arrival(self, overlap: bool, retract_interval: int, mixed: bool) -> None:

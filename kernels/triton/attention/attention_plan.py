@@ -109,7 +109,7 @@ class Launch:
     heads: int  # query heads of a tile
     tiles: int  # upper bound of the number of tiles of tokens
     programs: int  # first axis of the grid
-    splits: int  # largest number of splits of a tile; 0 if the launch cannot split
+    splits: int  # even: splits of a tile; dealt: 1; fixed: programs of a tile; 0: one program computes the whole tile
     min_blocks: int  # smallest number of blocks of keys per split
     extra: int = 0  # number of dealt splits beyond one per row; 0: splits are not dealt
     fixed: bool = False  # whether splits are fixed
@@ -146,7 +146,7 @@ def num_multiprocessors(device: torch.device) -> int:
 def choose_splits(programs: int, wanted: int, max_context: int) -> int:
     """Returns the number of splits per tile with which a launch of `programs` tiles has about `wanted` programs.
 
-    In the longest context, a split has at least SPLIT_POSITIONS positions.
+    The number is at most max_context / SPLIT_POSITIONS, rounded up. The last split may be shorter than SPLIT_POSITIONS.
     """
     return max(min(round(wanted / programs), -(-max_context // SPLIT_POSITIONS), MAX_SPLITS), 1)
 
@@ -159,10 +159,11 @@ def reach(max_context: int, window: int) -> int:
 def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
     """Returns (scratch_lanes, counters) that no plan of plan_decode() or plan_extend() exceeds.
 
-    A split plan for prompts has at most 4/3 of EXTEND_PROGRAMS programs per multiprocessor, because 1.5 splits per tile are
-    rounded up to 2. A plan without splits needs no scratch. A decode plan with several rows always has at least one dealt split.
-    If the heads of one row alone need more than DECODE_PROGRAMS programs per multiprocessor, that split still adds one row's
-    programs.
+    - A plan without splits needs no scratch.
+    - A split plan of plan_extend() has at most 4/3 of EXTEND_PROGRAMS programs per multiprocessor. The worst case of the
+      rounding is 1.5 splits per tile, which become 2.
+    - A plan of plan_decode() for several rows has at least one dealt split. This split adds the programs of one row, which may be
+      more than DECODE_PROGRAMS per multiprocessor.
     """
     row = plan_decode(shape, 0, 1, 1, multiprocessors)
     dealt = max(DECODE_PROGRAMS * multiprocessors, row.programs)
@@ -173,7 +174,7 @@ def scratch_bounds(shape: HeadShape, multiprocessors: int) -> tuple[int, int]:
 def plan_decode(shape: HeadShape, first_row: int, num_rows: int, max_context: int, multiprocessors: int) -> Launch:
     """Plans a launch for rows of one token.
 
-    The launch depends only on num_rows and max_context, so a graph is captured with the largest values.
+    The plan does not depend on the rows' lengths. A graph is captured with the largest num_rows and max_context.
 
     A single row gets even splits. For several rows, the device deals the splits by the rows' lengths, which the host does not
     have. Without dealt splits, a single program would have to read a long row among many short rows.
@@ -254,7 +255,7 @@ def plan_fixed(
 
 def fixed_scratch_bounds(shape: HeadShape, max_context: int, multiprocessors: int) -> tuple[int, int]:
     """Returns (scratch_lanes, counters) that no plan of plan_fixed() exceeds."""
-    programs = EXTEND_PROGRAMS * multiprocessors // 2  # only plans with fewer tiles split keys
+    programs = EXTEND_PROGRAMS * multiprocessors // 2  # plan_fixed() splits no plan with more programs
     blocks = shape.blocks(NARROW_BLOCKS)
     return programs * _most_fixed_splits(max_context, fixed_split_size(max_context), blocks) * blocks.m, programs
 

@@ -77,11 +77,11 @@ def next_pivots(low, high, short, excess):
 
 @triton.jit
 def measure(source, first, last, vocab_size, peak, temperature, pivots, low, high, TILE: tl.constexpr):
-    """Measures tiles first .. last - 1.
+    """Measures the tokens in tiles first to last - 1 against the pivots.
 
     Returns:
-        The counts and masses of the keys up to each pivot; the smallest key above `low`, NO_KEY without such a key; the largest
-        key up to `high`, -1 without such a key.
+        int32[PIVOTS] and int64[PIVOTS]: number and total mass of the tokens whose key is at most each pivot. Then the smallest
+        key above `low`, or NO_KEY if there is none, and the largest key up to `high`, or -1 if there is none.
     """
     counts = tl.zeros((PIVOTS, TILE), tl.int32)
     masses = tl.zeros((PIVOTS, TILE), tl.int64)

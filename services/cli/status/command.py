@@ -94,5 +94,5 @@ def _now() -> str:
 def _interval(text: str) -> float:
     value = float(text)
     if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError("must be 0.1 to 3600")
+        raise argparse.ArgumentTypeError("must be 0.1 to 3600 seconds")
     return value

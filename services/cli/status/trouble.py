@@ -11,7 +11,7 @@ SERVING = frozenset(("ready", "silent"))  # states in which a worker may serve r
 FULL = 0.98  # used share of a KV pool from which the pool counts as full
 UNSCRAPED_S = 300.0  # seconds without a scrape of the metrics after which a sentence reports it
 DAY_S = 86400.0
-EXPIRY_WARNING_S = 7 * 86400.0  # seconds before the expiry of the certificate from which a sentence warns of it
+EXPIRY_WARNING_S = 7 * 86400.0  # troubles() warns if the certificate expires within this time, in seconds
 
 
 def troubles(state: GatewayState) -> list[str]:

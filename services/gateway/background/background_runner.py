@@ -212,7 +212,7 @@ class BackgroundRunner:
     async def _take(self, owner: str, response_id: str) -> None:
         """Takes over a response if no gateway has its lease.
 
-        If the response cannot be read, its lease is not released. Another gateway takes over only after the lease has expired.
+        After an unexpected error, the lease is not released. Another gateway takes over only after the lease has expired.
         """
         lease = await self._store.take(owner, response_id)
         if lease is None:
@@ -265,7 +265,7 @@ class BackgroundRunner:
         run.close()
         ids, is_stored = (run.order.owner, run.order.id), run.is_stored
         error = None if task.cancelled() else task.exception()
-        # The limit is exceeded only in a long outage, in which the store has received none of the writes.
+        # Responses beyond MAX_TO_DELETE need no deletion: so many wait only in a long outage, and then the store has no record.
         if run.may_be_stored and len(self._to_delete) < MAX_TO_DELETE:
             self._to_delete[ids] = None
         if task.cancelled() or isinstance(error, StoreAway):

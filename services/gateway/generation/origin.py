@@ -121,8 +121,8 @@ class Origin:
         self.trace_headers = trace_headers or {}
         self.is_counted = is_counted
         self.trace: RequestTrace | None = None  # None if the request is not traced
-        self.names: list[str] = []  # the client's names for the whole request, besides the request id
-        self.part_names: list[str] = []  # the client's names for single prompts of the request
+        self.names: list[str] = []  # request ids that the client chose for the whole request, besides request_id
+        self.part_names: list[str] = []  # request ids that the client chose for single prompts of the request
         self.wants_stream = False  # the client requests a stream
         # Names of hosted tools that were left out of the request. The list must be complete before wants_stream is set: from then
         # on, a keep-alive comment may send the head of the response, and the head has these names.

@@ -193,7 +193,7 @@ class PrefixIndex:
         return done
 
     def speculate(self, owner: int, hashes: Sequence[bytes], until: float) -> None:
-        """Adds speculative blocks of an owner, which end at time `until`. Has no effect if the owner is not live."""
+        """Adds speculative blocks of an owner. They expire at time `until`. Has no effect if the owner is not live."""
         if not self._is_live(owner):
             return
         record = self._owners[owner]

@@ -28,7 +28,7 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 return 1
 """
 _FENCE = "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'lost' end\n"
-LOST = b"lost"  # reply of a script whose fence has failed; a fenced script may also return it itself
+LOST = b"lost"  # reply if the caller does not have the lease; a script also returns it if the record refuses the write
 
 
 class LeaseLost(Exception):

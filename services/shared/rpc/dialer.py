@@ -96,7 +96,10 @@ class LongLivedChannel:
         return self._channel
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Closes this channel after the grace period, and stops waiting for calls over replaced channels."""
+        """Closes the current channel when its calls have ended, at the latest after `grace_s` seconds.
+
+        None closes it at once. Calls over replaced channels are no longer awaited.
+        """
         for closing in self._closing:
             closing.cancel()
         await self._channel.close(grace_s)

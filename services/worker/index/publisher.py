@@ -1,6 +1,6 @@
 """Renews this worker's lease and publishes its blocks to Redis, outside of the step path (docs/design/fleet.md#the-index).
 
-One asyncio task owns all state except CacheEventHandover.
+All state except the queue of CacheEventHandover changes only on the asyncio loop.
 
 The worker also serves while Redis is unreachable, full or slow. Unpublished changes then accumulate. There is at most one
 unpublished change per block, because opposite changes cancel out.
@@ -45,10 +45,10 @@ CALLBACK_BLOCKS = 4096  # blocks after which a callback on the asyncio loop ends
 
 
 class CacheEventHandover:
-    """The queue of cache events from the loop's thread to the asyncio loop.
+    """The queue of cache events from the scheduler loop's thread to the asyncio loop.
 
-    put() costs the loop's thread only an append. Callbacks on the asyncio loop deliver the queued events, about CALLBACK_BLOCKS
-    blocks per callback.
+    put() costs the scheduler loop's thread an append, and a wake-up of the asyncio loop if no callback is scheduled. Callbacks on
+    the asyncio loop deliver the queued events, about CALLBACK_BLOCKS blocks per callback.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[CacheEvents], None]) -> None:
@@ -123,7 +123,9 @@ class IndexPublisher:
         self._handover = CacheEventHandover(asyncio.get_running_loop(), self._merge)
         self._clock = clock
         self._wake = asyncio.Event()  # ends _wait(), because changes are pending or a new generation must begin
-        self._registered = False  # whether the lease of this generation was written to Redis and no command has failed since
+        # False if a new generation must begin: at the start, after a failed batch, a fault of the client library or a loss in
+        # Redis, and after the cache was cleared.
+        self._registered = False
         self._lease_until: float | None = None  # time at which the lease expires; None before the first lease
         self._run_id = ""  # run id of the Redis server at the start of the generation
         # Earliest times of the next renewal, the next batch and, after a failure, the next attempt.

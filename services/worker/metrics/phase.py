@@ -64,7 +64,7 @@ class LifeMetrics(Readings[WorkerLife]):
         Reading(
             Gauge,
             "rootstock_worker_cold_start_seconds",
-            "Seconds from the process's first response, before the model is loaded, to ready.",
+            "Seconds from the start of the /metrics server, before the model is loaded, to ready.",
             lambda life: life.cold_start_s,
         ),
     )

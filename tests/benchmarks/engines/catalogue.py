@@ -15,7 +15,8 @@ class Engine:
     bits: tuple[int, ...] = (16,)  # bits per weight for which the engine is measured
     requirements: tuple[str, ...] = ()  # packages with exact versions
     removed: tuple[str, ...] = ()  # dependencies that are removed after the installation, because they need another torch
-    alias: tuple[str, str, str] | None = None  # distribution, and name and version of its copy in the environment's metadata
+    # (distribution, name, version): a copy of the distribution's metadata under this name and version, which its code looks up
+    alias: tuple[str, str, str] | None = None
     # Libraries for LD_PRELOAD, as patterns below the environment or /usr/lib. The engine's documentation recommends them.
     preloaded: tuple[str, ...] = ()
     driver: str = ""  # script in drivers/

@@ -22,7 +22,7 @@ from tests.benchmarks.gpu.workloads import Workload
 
 
 class NoText:
-    """Text functions for requests without text rules."""
+    """Implements TextRules for requests without stop strings and stop patterns."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""

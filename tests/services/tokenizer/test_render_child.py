@@ -164,7 +164,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 QUESTION = {"role": "user", "content": "?"}
 CALLS = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
 DONE = "{% endfor %}{% endif %}{% endfor %}"
-# By the way in which a template writes a call: the template, and its text for CALL.
+# Templates that write calls in different ways, each with its output for CALL. The key is the way.
 CALL_TEMPLATES = {
     "prints the object": (CALLS + "{{ c.function.arguments | tojson }}" + DONE, '{"x": 1}'),
     "prints each argument": (

@@ -435,7 +435,7 @@ class ExtendPlanner:
         return bool(draftable[slot])
 
     def _may_admit(self, request: Request, hit: TreeNode) -> tuple[AddResult, int]:
-        """Returns the result of the budgets and the number of tokens to compute in this step. `hit` is locked."""
+        """Returns whether the request fits into the budgets, and its tokens in this step. `hit` is locked."""
         start = hit.depth * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
         if self._memory.units is not None and not self._can_reserve_units(self._memory.units, extend):
@@ -463,7 +463,7 @@ class ExtendPlanner:
         return not self._queues.num_running and self._lifecycle.release_pins() and units.can_reserve(extend)
 
     def _check_budgets(self, request: Request, hit: TreeNode, available: int) -> tuple[AddResult, int]:
-        """Returns the result of the budgets for a given number of available tokens of KV."""
+        """Checks a request against the budgets, with `available` tokens of KV. Returns the same as PrefillAdder.admit()."""
         start = hit.depth * self.config.page_size
         extend = len(request.kv.token_key) // TOKEN_BYTES - start
         max_new = request.most_outputs - len(request.progress.output_ids)

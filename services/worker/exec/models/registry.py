@@ -59,7 +59,8 @@ def config_of(given: Any) -> DecoderConfig:
 def text_config(given: Any) -> Any:
     """Returns the config of the decoder in a model of text and images, and any other config unchanged.
 
-    The result has the architecture of a text model, and values that only the outer config has.
+    For a model of text and images, the result is a copy with the architecture of a text model. tie_word_embeddings comes from
+    the outer config, and so do dtype and eos_token_id if the inner config has none.
     """
     architecture = architecture_of(given)
     if architecture not in ARCHITECTURES or not architecture.endswith(WRAPPER):
@@ -74,7 +75,7 @@ def text_config(given: Any) -> Any:
 
 
 def model_type_of(architecture: str) -> str:
-    """Returns the model_type in configs of a registered architecture. Raises NotCovered for other architectures."""
+    """Returns the model_type of the decoder's config for a registered architecture. Raises NotCovered for others."""
     return _family_of(architecture).model_type
 
 

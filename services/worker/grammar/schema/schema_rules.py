@@ -112,7 +112,7 @@ class RuleBuilder:
         schema = self.followed(schema, path)
         found = check_keywords(schema, path)
         if any(key in COMBINERS for key in found) or types_of({"type": "string", **found}, path) != ("string",):
-            raise refuse(path, "must be a schema of strings: enum, const, or keywords of the type string")
+            raise refuse(path, "must be a schema that allows only strings: enum, const, or keywords of the type string")
         return self._string(found, path)
 
     def followed(self, schema: Any, path: str) -> Any:

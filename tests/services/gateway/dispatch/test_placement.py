@@ -35,7 +35,7 @@ UNUSED: Any = None
 
 @pytest.mark.parametrize(("has_submit", "released"), [(True, [8]), (False, [7])])
 def test_placement_releases_the_kv_reservation_when_no_worker_reads_the_pages(has_submit: bool, released: list[int]) -> None:
-    """A connected worker that has received the submit releases the reservation itself."""
+    """A connected decode worker that has received the submit releases the KV reservation itself."""
     prefill, decode, copy = Link(), Link(has_submit), Link(has_submit=False)
     placement = Placement(UNUSED, UNUSED, UNUSED)
     placement.choice = type("Choice", (), {"output_ids": [1]})()

@@ -58,7 +58,9 @@ def stored_scales(name: str, shape: tuple[int, ...], found: tuple[int, ...], blo
     if blocks:
         supported.append((-(-channels // BLOCK), -(-depth // BLOCK)))
     if found not in supported:
-        raise CheckpointError(f"{name} has shape {found}; a weight of {channels} x {depth} needs one of {supported}")
+        raise CheckpointError(
+            f"{name} has shape {found}; a weight of {channels} x {depth} needs one of the shapes {supported} for its scales"
+        )
     return StoredTensor(name, found, torch.float32)
 
 
