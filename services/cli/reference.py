@@ -14,8 +14,8 @@ HEAD = """\
 
 Written by `make docs` from the code. `rootstock` is the program that `pip install` of this repository puts on the path
 (`.venv/bin/rootstock` after `make env`); `.venv/bin/python -m rootstock_llm.services.cli` is the same program. It needs only
-Python's standard library and works with any server that has OpenAI's API; `status` needs Rootstock's gateway. `keys`, `control`,
-`sim` and `bench` need the dependencies of the services, and `bench` also aiohttp.
+Python's standard library and works with any server that has OpenAI's API; `status` needs Rootstock's gateway. `serve`, `keys`,
+`control`, `sim` and `bench` need the dependencies of the services, and `bench` also aiohttp.
 
 The server is `--url`, else `$ROOTSTOCK_URL`, else this machine's port 8000. An [API key](../how-to/keys.md) comes from
 `$ROOTSTOCK_API_KEY` or the file that `--api-key-file` names: all users of a machine see the arguments of a process, so no

@@ -37,7 +37,8 @@ class DetokenizerMetrics:
         self.chars = Counter(prefix + "chars", "Characters of decoded text sent to gateways.", registry=registry)
         self.held_rows = Counter(
             prefix + "held_rows",
-            "Rows with token ids but no text yet, because the text may belong to a stop string or an incomplete character.",
+            "Rows with token ids but no text: their special tokens are skipped, or their text may belong to a stop string or an"
+            " incomplete character.",
             registry=registry,
         )
         self.replayed_tokens = Counter(
@@ -65,7 +66,7 @@ class BadBatch(ValueError):
 
 
 class TooManyOpen(Exception):
-    """A stream has opened more requests than its limit; the stream must end."""
+    """A stream would have more open requests than its limit; the stream must end."""
 
 
 class _Request:
@@ -140,7 +141,7 @@ class Session:
 
         Raises:
             BadBatch: the batch violates the contract.
-            TooManyOpen: the batch opens more requests than the limit.
+            TooManyOpen: the stream would have more open requests than its limit.
         """
         _check(batch)
         for opened in batch.opens:

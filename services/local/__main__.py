@@ -34,7 +34,11 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as in a shell: 128 + SIGINT
 
 
 async def run(settings: LocalSettings) -> int:
-    """Starts all processes, runs until a signal, and stops them. Raises ValueError or OSError if the settings are wrong."""
+    """Starts all processes, runs until a signal, and stops them. Raises ValueError or OSError if the settings are wrong.
+
+    Returns:
+        The exit status: 0 after a signal, 1 if the start fails.
+    """
     needs_weights = worker_settings(settings).executor != "fake"
     model_path = with_tokenizer(model_folder(settings.model, needs_weights))
     memory = Memory(weight_bytes(model_path), free_memory(), num_memory_kills())
@@ -59,7 +63,7 @@ async def run(settings: LocalSettings) -> int:
 
 
 def _check_memory(settings: LocalSettings, model_path: Path, memory: Memory) -> None:
-    """Refuses a model whose weights exceed the free memory of a machine without GPUs. Raises NoModel."""
+    """Refuses a model on a machine without GPUs if one copy of the weights per worker exceeds the free memory. Raises NoModel."""
     workers = len(settings.worker_roles)
     if num_gpus() or memory.model_bytes * workers <= memory.free_bytes:
         return

@@ -38,8 +38,8 @@ A gateway serves `/metrics` on its HTTP port; the chart uses only port 9104. The
 series of a counter ends in `_total`, that of an info in `_info`. A histogram has the series `_bucket`, `_sum` and `_count`. All
 processes also export Prometheus's `process_*`, and workers `python_*`.
 
-[Alerts](kubernetes/alerts.md) and [autoscaling](../how-to/kubernetes/autoscaling.md) explain the watched metrics. The dashboards
-are in `charts/rootstock/dashboards`.
+[Alerts](kubernetes/alerts.md) and [autoscaling](../how-to/kubernetes/autoscaling.md) explain the metrics that they use. The
+dashboards are in `charts/rootstock/dashboards`.
 """
 SERIES = {"counter": ("_total",), "info": ("_info",), "histogram": ("_bucket", "_sum", "_count")}
 OF_SGLANG = """
@@ -69,9 +69,9 @@ class Row:
     """A metric in the table of its service."""
 
     name: str  # name without _total, _info or _bucket
-    kind: str
+    kind: str  # type in Prometheus: counter, gauge, histogram or info
     labels: tuple[str, ...]
-    text: str
+    text: str  # help text
 
     @property
     def series(self) -> tuple[str, ...]:

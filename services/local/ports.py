@@ -23,7 +23,7 @@ _LOCK = threading.Lock()
 
 
 def is_taken(port: int) -> bool:
-    """Returns whether a process on this machine listens on the port."""
+    """Returns whether this process cannot listen on the loopback port: another process uses it, or it needs root privileges."""
     return why_not_listen(HOST, port) != ""
 
 

@@ -37,7 +37,7 @@ CONTROL_TOKEN = "ROOTSTOCK_CONTROL_TOKEN"
 
 
 class StartFailed(RuntimeError):
-    """The system is not ready in time. The message names the process and its log."""
+    """A process was not ready within start_timeout_s. The message names the process and its log."""
 
 
 class Start:

@@ -134,7 +134,7 @@ class Supervisor:
         self._log_dir = log_dir
         self._explain = explain or (lambda child, code: f"{child.command.name} ended with code {code}.")
         self._report = report
-        self.is_started = False  # whether every process was ready once; from then on, ended processes are always restarted
+        self.is_started = False  # whether the start is over; if set, ended processes are always restarted. The launcher sets it.
         self.children: list[Child] = []
 
     @property

@@ -1,4 +1,6 @@
-"""Converts messages of the control service to plain values, for JSON, command lines and the scheduler's tunables.
+"""Converts between protobuf messages of the control service and plain Python values.
+
+JSON bodies, command lines and the scheduler's tunables contain these plain values.
 
 The functions read messages by their descriptors, because protobuf's generated classes have no types.
 """
@@ -10,8 +12,8 @@ from typing import Any
 
 Scalar = bool | int | float | str
 
-# Pseudo-tier that a client adds to a flush of one salt or one age. An older worker ignores the salt and the age and would flush
-# all KV. It does not know this tier and refuses the call instead.
+# Pseudo-tier that a client adds to a FlushCache call that is limited to one cache salt or one age. An older worker ignores the
+# salt and the age and would flush all KV. Because it does not know this tier, it refuses the call instead.
 SELECTED = "selected"
 
 _VALUE = "rootstock.v1.Value"

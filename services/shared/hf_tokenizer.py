@@ -202,8 +202,8 @@ def _special(token: Any) -> AddedToken:
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
     """Adds the declared tokens that tokenizer.json lacks, and marks special tokens as special.
 
-    Tokens are added in transformers' order, so that new ids are equal. A standard token gets the flags of its entry in
-    added_tokens_decoder.
+    Tokens are added in the order in which transformers adds them, so that new tokens get the same ids. A token in
+    SPECIAL_TOKEN_NAMES gets the flags of its entry in added_tokens_decoder, or without added_tokens_decoder, in tokenizer.json.
     """
     present = tokenizer.get_added_tokens_decoder()
     by_id = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))

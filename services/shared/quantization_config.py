@@ -1,6 +1,6 @@
 """Checks the quantization that a model's config.json describes, without torch.
 
-The worker and downloads both call it, so that they refuse the same models.
+Both the worker and the download of a model call fault_of(), so that they refuse the same models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GPTQ_FORMATS = ("gptq", "gptq_v2")
 BLOCK = [128, 128]  # supported size of a block of fp8 weights with one scale
 PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"  # supported formats of compressed-tensors
 MIXED = "mixed-precision"  # format of compressed-tensors whose groups name their own formats
-STRATEGIES = {  # supported strategies of compressed-tensors by format: the weights that share a scale
+STRATEGIES = {  # supported strategies of compressed-tensors by format; a strategy names the weights that share a scale
     PACKED: ("group", "channel"),
     INTEGER: ("channel", "tensor"),
     FLOAT: ("channel", "tensor", "block"),
@@ -53,7 +53,7 @@ def fault_of(config: Mapping[str, Any], files: Collection[str]) -> str:
 
 
 def becomes_float(quantization: Mapping[str, Any]) -> bool:
-    """Whether the weights of the folder are converted to floats of 16 or 32 bits when they are loaded."""
+    """Whether the worker dequantizes these weights to floats of 16 or 32 bits when it loads them."""
     if method_of(quantization) == "fp8":
         return True
     groups = groups_of(quantization) if method_of(quantization) == "compressed-tensors" else []
@@ -68,7 +68,10 @@ def groups_of(quantization: Mapping[str, Any]) -> list[tuple[str, Mapping[str, A
 
 
 def _group(size: Any) -> str:
-    """Checks a number of weights that share a scale. -1 and None stand for a whole output channel."""
+    """Returns the fault of a group size, the number of weights that share a scale; "" if it is supported.
+
+    -1 and None stand for a whole output channel.
+    """
     if size in (None, -1) or size in GROUPS:
         return ""
     return f"groups of {size} weights are not supported; supported: {', '.join(map(str, GROUPS))}"

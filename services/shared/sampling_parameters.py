@@ -281,7 +281,7 @@ LOGIT_BIAS = SamplingParameter(
     100.0,
     most=limits.MAX_LOGIT_BIAS_ENTRIES,
 )
-ALLOWED_TOKEN_IDS = _token_ids("allowed_token_ids", limits.MAX_TOKEN_ID_SET, "Only tokens that may be sampled.", least=1)
+ALLOWED_TOKEN_IDS = _token_ids("allowed_token_ids", limits.MAX_TOKEN_ID_SET, "The only tokens that may be sampled.", least=1)
 BANNED_TOKEN_IDS = _token_ids("banned_token_ids", limits.MAX_TOKEN_ID_SET, "Tokens that are never sampled.")
 
 DRY_MULTIPLIER = SamplingParameter(

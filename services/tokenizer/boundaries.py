@@ -83,7 +83,7 @@ class Boundaries:
         self._normal = _Normalization()
         self._begins_blank = False  # whether every part except the first must begin with a blank
         self._has_metaspace = False
-        self._known = self._read()
+        self._known = self._read()  # whether this file knows all steps; otherwise, no text is cut
         self._added_texts = tuple(self._texts_of_added())
         self._added_pairs = {pair for text in self._added_texts for pair in itertools.pairwise(text)}
         self._allowed: dict[str, bool] = {}  # results by the two characters around a cut
@@ -277,7 +277,7 @@ def _matches(pattern: Pattern) -> Step:
 
 
 def _keeps_blanks(pattern: Pattern) -> bool:
-    """Whether only branches of BLANK_BRANCHES match blanks.
+    """Whether only branches of BLANK_BRANCHES can match two neighbouring blanks, or begin and end with a blank.
 
     From any position in a run of blanks, these branches match the rest of the run, or the part up to a line break.
     """

@@ -240,8 +240,15 @@ class PieceEncoder:
         return ids
 
     def _pieces(self, text: str, among_blanks: bool, stopped: Event) -> Iterator[list[int]]:
-        """Yields the ids of each piece. A piece that ends among blanks is yielded when the next piece is known to fit."""
-        at, unconfirmed = 0, None  # ids of a piece that ends among blanks, until the next piece fits to it
+        """Yields the ids of each piece.
+
+        A piece that ends among blanks is yielded after _stitched() has checked it together with the next piece.
+
+        Raises:
+            UncuttableText, EncodingStopped: as encode().
+            _NoStitch: a run of blanks cannot be cut.
+        """
+        at, unconfirmed = 0, None  # `unconfirmed`: ids of a piece that ends among blanks and is not checked yet
         before: tuple[str, list[int]] = ("", [])  # the last piece and its ids, so that equal consecutive pieces are encoded once
         while at < len(text):
             if stopped.is_set():

@@ -25,7 +25,7 @@ class TokenizerMetrics:
         )
         self.render_kills = Counter(
             prefix + "render_kills",
-            "Rendering processes killed because a template took too much time or memory.",
+            "Rendering processes that died, or were killed after render_seconds, while they rendered a template.",
             registry=registry,
         )
         self._bytes = Gauge(

@@ -141,7 +141,11 @@ def _check_calls(calls: Any, where: str) -> None:
 
 
 def tag_final(messages: list[Message]) -> str:
-    """Appends CONTINUE_TAG to the text of the last message, for cut_at_tag(). Returns the text without the tag."""
+    """Appends CONTINUE_TAG to the text of the last message, for cut_at_tag(). Returns the text without the tag.
+
+    Raises:
+        InvalidField: the last message has calls and no text.
+    """
     final = messages[-1].get("content")
     if isinstance(final, list):
         part = final[-1]

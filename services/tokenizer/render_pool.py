@@ -1,7 +1,7 @@
 """Renders chat templates in separate processes, so that a template that loops or uses too much memory can be killed.
 
-The pool owns its processes. Each process renders one request at a time. If a process takes too long or dies, or if its
-request is cancelled during the exchange, the process is killed, and the next request starts a new process.
+The pool owns its processes. Each process renders one request at a time. If a process takes too long or dies, or if its request
+is large and is cancelled, the process is killed, and the next request starts a new process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BrokenTemplate(Exception):
 
 
 class NotStarted(Exception):
-    """A rendering process did not become ready in time or died.
+    """A rendering process did not become ready within the time limit of a start, or died.
 
     Compiling the template may take too long or too much memory, or the machine may lack resources.
     """
@@ -167,7 +167,7 @@ class RenderPool:
             raise
 
     def _check(self) -> None:
-        """Raises Refusal if the template is broken, or during the pause after a failed start."""
+        """Raises Refusal if the model has no template or a broken one, or during the pause after a failed start."""
         if self._fault and (self._retry_at == 0.0 or asyncio.get_running_loop().time() < self._retry_at):
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._fault)
 

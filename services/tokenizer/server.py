@@ -41,7 +41,8 @@ Chat = Callable[[pb.EncodeChatRequest], Awaitable[pb.EncodeResponse]]  # raises 
 
 MAX_BYTES_PER_CHAR = 6  # JSON writes a character in at most 6 bytes, \uXXXX
 RENDERED_END_CHARS = 64  # length of EncodeResponse.rendered_end; no delimiter of an output format is longer
-INLINE_TOKENS = 2048  # responses of this size are hashed and packed on the event loop, in about 0.2 ms; larger ones in a thread
+# Responses with at most so many ids are hashed and packed on the event loop, in about 0.2 ms. A thread handles larger ones.
+INLINE_TOKENS = 2048
 MESSAGE_BYTES = 1 << 20  # approximate size at which a message of responses is sent
 # Status codes with which a request's span counts as failed.
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

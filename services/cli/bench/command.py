@@ -1,7 +1,7 @@
 """The command `rootstock bench`: sends load to an OpenAI-compatible server and reports latencies and throughput.
 
-The command runs in one process with one event loop. Without --request-rate it is a closed loop of --concurrency sessions. With
---request-rate, sessions arrive as a Poisson process, and --concurrency limits the sessions in flight if it is given.
+The command runs in one process with one event loop. Without --request-rate, the load is a closed loop of --concurrency sessions.
+With --request-rate, sessions arrive as a Poisson process, and --concurrency limits the sessions in flight if it is given.
 """
 
 from __future__ import annotations

@@ -104,7 +104,10 @@ class Messages:
 
 
 class RunningText:
-    """A text prompt for /v1/completions. Parts are separated by a line end, so that the tokens of earlier parts stay the same."""
+    """A text prompt for /v1/completions.
+
+    The system prompt and each completion end with a line end, so that the next turn does not change their tokens.
+    """
 
     def __init__(self, system: str | None) -> None:
         self._text = "" if system is None else system + "\n"

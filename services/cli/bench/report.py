@@ -1,7 +1,8 @@
 """Statistics of a run, as the text block that the benchmarks of SGLang and vLLM print, and as JSON lines.
 
 TPOT of a request is (E2E - TTFT) / (completion tokens - 1); a request with one token has none. ITL is the time between chunks.
-The statistics of ITL are over all pairs of successive chunks of all requests. Failed requests are in no statistic.
+The statistics of ITL are over all pairs of successive chunks of all requests. Failed requests count only in the numbers of
+requests and in the send lag.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The results of a run. Throughputs are per second between the start of the first request and the end of the last one."""
+    """The results of a run. Tokens and latencies are those of successful requests. Throughputs are per second of duration_s."""
 
     successful_requests: int
     failed_requests: int
     unsent_requests: int  # turns that were not sent, because an earlier turn of the conversation had failed
     errors: dict[str, int]  # number of failed requests by error class
     without_usage: int  # successful requests for which the server sent no usage; their chunks are counted as tokens
-    duration_s: float
+    duration_s: float  # from the start of the load to the end of the last request
     input_tokens: int
     generated_tokens: int
     cached_tokens: int
@@ -63,7 +64,7 @@ class Summary:
     input_throughput: float
     output_throughput: float
     total_throughput: float
-    mean_concurrency: float
+    mean_concurrency: float  # sum of the successful requests' E2E, divided by duration_s
     max_send_lag_ms: float  # longest time from a session's arrival to the sending of its request, in an open loop
     ttft_ms: Distribution
     tpot_ms: Distribution

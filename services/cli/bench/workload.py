@@ -110,7 +110,10 @@ def make_sessions(spec: Spec) -> list[Session]:
 
 
 def make_warmup(spec: Spec, count: int) -> list[Session]:
-    """Returns `count` requests. Their contents differ from make_sessions(), so that the warm-up caches no measured prefix."""
+    """Returns the sessions of at most `count` warm-up requests; fewer if the workload has fewer requests.
+
+    Their contents differ from make_sessions(), so that the warm-up caches no measured prefix.
+    """
     spec = replace(spec, seed=spec.seed + WARMUP_SEED_OFFSET, num_requests=None)
     sessions = MAKERS[spec.name](replace(spec, num_requests=count) if spec.name == "random" else spec)
     return first_requests(sessions, min(count, sum(len(s.turns) for s in sessions)))

@@ -34,7 +34,7 @@ class Repl:
         err: Terminal,
         shows_stats: bool,
     ) -> None:
-        """Creates the loop.
+        """Creates a chat that has not begun.
 
         Args:
             read: reads a line after printing a prompt; raises EOFError and KeyboardInterrupt as input() does.

@@ -11,7 +11,7 @@ class Exit(IntEnum):
     DONE = 0
     FAILED = 1  # the server refused, or failed
     USAGE = 2
-    UNREACHABLE = 3  # no connection, or no response in time
+    UNREACHABLE = 3  # no connection, or no response within --timeout
     CUT_OFF = 4  # the stream ended early, so the printed answer is incomplete
     INTERRUPTED = 130  # Ctrl-C
     READER_GONE = 141  # the process that reads stdout has ended

@@ -1,4 +1,4 @@
-"""The flags of every command: URL, API key and timeout of the server."""
+"""The flags of every command that calls a gateway: URL, API key and timeout of the server."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def json_object(text: str) -> dict[str, Any]:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError("must be above 0")
+        raise argparse.ArgumentTypeError("must be above 0 and below 1,000,000")
     return value

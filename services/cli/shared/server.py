@@ -174,7 +174,7 @@ def cut_off(why: str) -> CommandFailed:
 
 def _why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return "no answer in time; see --timeout"
+        return "no response within --timeout"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 

@@ -20,7 +20,7 @@ def harmless(text: str) -> str:
 
 
 class Terminal:
-    """An output stream. If it is not a terminal, text is written unchanged, without colours and cursor movements."""
+    """An output stream. If it is not a terminal, write(), painted() and line() write text unchanged and without colours."""
 
     def __init__(self, stream: TextIO, environment: Mapping[str, str]) -> None:
         self._stream = stream
@@ -51,12 +51,12 @@ class Terminal:
         self._stream.flush()
 
     def overwrite(self, text: str) -> None:
-        """Replaces the cursor's line."""
+        """Replaces the cursor's line. The stream must be a terminal."""
         self._stream.write(f"\r{text[: self.width - 1]}\x1b[K")
         self._stream.flush()
 
     def redraw(self, lines: list[str]) -> None:
-        """Replaces the whole screen without flicker."""
+        """Replaces the whole screen without flicker. The stream must be a terminal."""
         body = "".join(f"{line}\x1b[K\n" for line in lines[: self.height - 1])
         self._stream.write(f"\x1b[H{body}\x1b[J")
         self._stream.flush()

@@ -3,16 +3,17 @@
 SOURCE is a hub id (with @REVISION if it is not main), s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or the path of a folder.
 
 - FOLDER appears when the download is complete. A complete model is not downloaded again. An interrupted download resumes.
-- The files are compared with the checksums that the source reports.
+- A file is compared with its checksum if the source reports one. Otherwise, only the size is checked.
+- A folder as the SOURCE is copied completely, except for folders named .cache.
 - config.json is downloaded first. If the worker would refuse the model, the download ends with the worker's message.
 - If the model has no tokenizer.json, transformers converts its tokenizer. Only the worker's image has transformers. Other images
   refuse such a model before the download.
 
 Environment:
-  MODEL_FILES      `tokenizer` downloads all files except the weights
+  MODEL_FILES      `tokenizer` downloads all files except the weights; it has no effect if SOURCE is a folder
   MAKE_ROOM        if set, and if the volume is too small for the old and the new model, the old model in FOLDER is deleted before
                    the download; no process may be reading the old model then
-  CA_FILE          PEM file with authorities to trust in addition to the system's
+  CA_FILE          PEM file with certificate authorities to trust in addition to the system's
   HTTPS_PROXY, HTTP_PROXY, NO_PROXY
   HF_ENDPOINT, HF_TOKEN
   AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or AWS_ROLE_ARN and

@@ -40,7 +40,7 @@ def fetch_file(file: RemoteFile, target: Path, count: Callable[[int], None]) -> 
             size of each chunk. The change is negative if the file is downloaded again from its first byte.
 
     Raises:
-        OSError: the download fails.
+        OSError, HTTPException: the download fails.
         Unfetchable: the file differs from its source.
     """
     if target.is_file():  # a file gets its final name only after its check
@@ -136,7 +136,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def fetch(folder: Path, source: str, store: DownloadStore) -> None:
-    """Downloads a model into a temporary folder and then replaces the model's folder. Raises OSError or Unfetchable."""
+    """Downloads a model into a temporary folder and then replaces the model's folder.
+
+    Raises:
+        OSError, HTTPException: the download fails.
+        Unfetchable: the model cannot be downloaded, or its source has changed during the download.
+    """
     with locked(folder):
         mark, wanted = folder / store.mark, store.wanted
         if mark.is_file() and mark.read_text() == wanted:
@@ -170,7 +175,7 @@ def refuse_by_config(partial: Path, source: str, files: list[RemoteFile]) -> Non
 
     Raises:
         Unserved: no worker serves the model. The temporary folder is deleted.
-        Unfetchable, OSError: the download fails.
+        Unfetchable, OSError, HTTPException: the download fails.
     """
     config_file = next((file for file in files if file.name == CONFIG), None)
     if config_file is None:
@@ -186,7 +191,7 @@ def refuse_by_config(partial: Path, source: str, files: list[RemoteFile]) -> Non
 
 
 def download_files(partial: Path, folder: Path, source: str, files: list[RemoteFile]) -> None:
-    """Downloads all files into the temporary folder. Raises OSError or Unfetchable."""
+    """Downloads all files into the temporary folder. Raises OSError, HTTPException or Unfetchable."""
     total = sum(file.size for file in files)
     present = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     print(

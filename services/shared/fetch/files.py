@@ -81,7 +81,7 @@ def checksum_check(kind: str, wanted: str, prefix: Callable[[Path], bytes] = lam
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a file of a model is downloaded. MODEL_FILES=tokenizer excludes weights."""
+    """Whether a file of a model is downloaded from the hub, GCS or S3. MODEL_FILES=tokenizer excludes weights."""
     if fnmatch(name, COPIES):
         return False
     return any(fnmatch(name, pattern) for pattern in (TOKENIZER if os.environ.get("MODEL_FILES") == "tokenizer" else WANTED))

@@ -63,10 +63,14 @@ def open_url(url: str, headers: Headers, body: bytes | None = None, method: str 
 
 
 def retry(action: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-    """Repeats an action after temporary errors. Raises the last error after patience_s() without progress.
+    """Repeats an action after each OSError or HTTPException, with growing pauses of 1 to 30 s.
 
     Args:
         progress: returns a number that changes if there was progress, e.g. the downloaded bytes.
+
+    Raises:
+        OSError, HTTPException: the last error, after patience_s() without progress. An HTTPError is raised immediately if its
+            status is not 408, 429, 500, 502, 503 or 504.
     """
     pause, since, before = 1.0, time.monotonic(), progress()
     while True:

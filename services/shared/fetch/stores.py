@@ -26,7 +26,10 @@ from rootstock_llm.services.shared.fetch.http_client import Headers, encoded, fe
 
 
 class Folder:
-    """A folder on a mounted volume. `wanted` lists the names, sizes and modification times of its files."""
+    """A folder on a mounted volume. All files outside of .cache folders are copied; no checksums are checked.
+
+    `wanted` lists the names, sizes and modification times of the files.
+    """
 
     mark = ".copied"
 
@@ -148,7 +151,7 @@ def url_safe(data: bytes) -> bytes:
 
 
 def rsa_signature(text: bytes, pem: str) -> bytes:
-    """Signs a text with SHA-256.
+    """Returns the signature of a text: RSASSA-PKCS1-v1_5 with SHA-256.
 
     Args:
         pem: an unencrypted PKCS #8 private key.

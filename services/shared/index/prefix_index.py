@@ -106,7 +106,7 @@ def block_hashes(root: bytes, ids: Sequence[int]) -> bytes:
 
 
 class BlockTier(enum.IntEnum):
-    """The tier of a block, which is that of its slowest page. A smaller value is faster. The names are part of Redis keys."""
+    """The tier of a block: the tier of its slowest page. A smaller value is faster. The names are part of Redis keys."""
 
     DEVICE = 0
     HOST = 1
@@ -121,14 +121,14 @@ class IndexEvent:
     `removed`.
     """
 
-    worker: str
-    generation: int
-    seq: int
+    worker: str  # worker id
+    generation: int  # generation of the worker's entries, see the module docstring
+    seq: int  # number of the event in its generation, from 1
     cleared: bool  # whether this event voids all older entries of the worker
     stored: tuple[bytes, ...]  # now on the device
     removed: tuple[bytes, ...]  # removed from the tier in which the worker had it
     host: tuple[bytes, ...] = ()  # now on the host
-    storage: tuple[bytes, ...] = ()  # now in the storage
+    storage: tuple[bytes, ...] = ()  # now in the storage tier
 
     @property
     def num_blocks(self) -> int:

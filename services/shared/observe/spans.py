@@ -39,7 +39,7 @@ Attributes = Mapping[str, Attribute]
 
 
 class Span:
-    """A recorded span. Thread-safe. Calls after end() are ignored."""
+    """A recorded span. Thread-safe. After end(), the calls set(), event(), fail() and end() are ignored."""
 
     def __init__(self, span: OtelSpan, tracer: Tracer) -> None:
         self._span = span

@@ -10,7 +10,11 @@ _SCHEME = b"bearer"
 
 
 def read_token(token: str, token_file: str) -> str:
-    """Returns the configured token, or "" without one.
+    """Returns the configured control token, or "" if none is configured.
+
+    Args:
+        token: value of the setting control_token.
+        token_file: value of the setting control_token_file.
 
     Raises:
         ValueError: both settings are set, or the file is not readable or empty.
@@ -32,7 +36,8 @@ def require_token_beyond_loopback(setting: str, host: str, token: str) -> None:
     """Checks that other machines cannot call the control service without a token.
 
     Args:
-        setting: name of the setting that has the host, for the message.
+        setting: name of the setting with the listen address, for the message.
+        host: listen address.
 
     Raises:
         ValueError: the host is not a loopback address and there is no token.

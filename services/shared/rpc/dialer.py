@@ -106,10 +106,10 @@ class LongLivedChannel:
 
     @contextlib.asynccontextmanager
     async def opening(self) -> AsyncIterator[None]:
-        """Wraps a call that waits for a connection over the current channel, and logs why the TLS handshake fails.
+        """Wraps a call that waits for the current channel to connect, and logs why the TLS handshake fails.
 
         Raises:
-            StaleChannel: the files have changed, so the channel must not connect.
+            StaleChannel: the TLS files have changed, so the channel must not connect.
         """
         if self._dialer.mtls is None:
             yield

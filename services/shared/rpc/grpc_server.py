@@ -28,7 +28,7 @@ GOING_AWAY = "the service is going away"  # status of a stream that a stopping s
 DRAIN_QUIET_S = 0.02  # time without a message after which a stopping service ends a stream
 DRAIN_S = 0.2  # longest time that a stopping service reads a stream
 HEALTH = "/grpc.health.v1.Health/"  # prefix of the health service's methods
-LIVENESS = ""  # name of the process's liveness in the health service; the name of the service means readiness
+LIVENESS = ""  # name under which the health service reports liveness; it reports readiness under the service's name
 LOG_S = 60.0  # pause between two log lines about the same refused client
 MAX_LOGGED = 1024  # largest number of refused clients whose next log time is stored
 
@@ -70,7 +70,7 @@ def channel(target: str) -> grpc.aio.Channel:
 
 
 class HealthService:
-    """The standard gRPC health service. Liveness is SERVING from the start; readiness follows set_ready()."""
+    """The standard gRPC health service. After start(), liveness is SERVING and readiness NOT_SERVING; the setters change them."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -90,7 +90,7 @@ class HealthService:
 
 
 class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
-    """Checks the certificate's role and the token of each call.
+    """Checks the role in the caller's certificate and, if the services share a token, the token of each call.
 
     gRPC itself refuses connections whose certificate no trusted authority has signed. This interceptor must be the first one, so
     that refused calls do not count as open calls.
@@ -109,7 +109,7 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
         self._no_token = grpc.stream_stream_rpc_method_handler(self._refuse_token)
 
     def open(self, server: grpc.aio.Server, address: str) -> int:
-        """Adds the port. Raises RuntimeError if it is taken."""
+        """Adds a TLS port to the server and returns its number. Raises RuntimeError if the port is taken."""
         return int(server.add_secure_port(address, self._mtls.server_credentials()))
 
     async def intercept_service(
@@ -241,7 +241,10 @@ class GrpcServer:
         self._server, self._health, self._calls = server, health, calls
 
     async def stop(self, grace_s: float | None) -> None:
-        """Stops accepting calls and gives running calls `grace_s` seconds. Unlike serve_until(), it may lose responses."""
+        """Stops accepting calls and gives running calls `grace_s` seconds; None ends them immediately.
+
+        Unlike serve_until(), this method may lose responses.
+        """
         await self._server.stop(grace_s)
 
     async def serve_until(self, stop: asyncio.Event, grace_s: float, drain: Callable[[], Awaitable[None]]) -> None:

@@ -1,4 +1,4 @@
-"""A gRPC port that accepts only calls with the control token. Other calls are refused before their message is read."""
+"""A gRPC port that accepts only calls with the control token. It refuses other calls before it reads their message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METADATA_KEY = "authorization"
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
-    """Checks the token of each call. All calls of the service must be unary."""
+    """Checks the control token of each call. All calls of the service must be unary."""
 
     def __init__(self, token: str) -> None:
         """Creates the check. An empty token accepts every call."""
@@ -37,6 +37,7 @@ async def start_guarded_server(
 
     Args:
         port: 0 takes a free port.
+        token: the control token; "" accepts every call.
         guard: as in grpc_server.start_server().
 
     Raises:

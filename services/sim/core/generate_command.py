@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     storm = _kind(
         kinds,
         "storm",
-        "Requests whose outputs become FACTOR times as long for a while, against the scheduler's learned expectation.",
+        "Requests whose outputs are FACTOR times as long for a while, so that the scheduler expects too short outputs.",
     )
     _ints(storm, requests=4000, input_len=512, output=64, factor=10)
     storm.add_argument(

@@ -189,7 +189,10 @@ def _add_fleet_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gateways", type=int, default=2, help="Number of gateways (default 2).")
     group.add_argument("--kv-tokens", type=int, default=KV_TOKENS, help=f"Tokens of KV per worker (default {KV_TOKENS:,}).")
     group.add_argument(
-        "--kv-share", type=float, default=0.0, help="KV per worker, as a share of the trace's distinct prompt tokens."
+        "--kv-share",
+        type=float,
+        default=0.0,
+        help="KV per worker, as a share of the trace's distinct prompt tokens; 0 (default): --kv-tokens.",
     )
     presets = ", ".join(PRESETS)
     group.add_argument(

@@ -79,7 +79,7 @@ class FleetReport:
     finished: int
     errors: dict[str, int]
     seconds: float
-    hit_rate: float  # cached prompt tokens divided by prompt tokens
+    hit_rate: float  # cached prompt tokens divided by prompt tokens, of finished requests
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests_per_s: float

@@ -1,4 +1,4 @@
-"""Simulates a worker of the fleet: its loop runs as events on the fleet's clock, and only while the worker has work."""
+"""Simulates a worker of the fleet: its scheduler loop runs as events on the fleet's clock, and only while the worker has work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.core.kv.cache_events import CacheEventLog, Ca
 from rootstock_llm.services.worker.loop.inbox import Abort, PrefetchMore
 
 MODEL = "simulated"
-IDLE_CHECK_S = 1.0  # period in which an idle worker with KV reservations runs its loop, so that they can expire
+IDLE_CHECK_S = 1.0  # period in which an idle worker with KV reservations runs its scheduler loop, so that they can expire
 PrefetchMessage = Prefetch | PrefetchMore | Abort
 """Messages about pages that a worker prefetches for a request."""
 SendOutput = Callable[["FleetWorker", PeerOutput], None]
@@ -183,7 +183,7 @@ class FleetWorker:
             self._turn()
 
     def _turn(self) -> None:
-        """Runs one iteration of the worker's loop. With overlap: messages, plan, commit. Without: messages, commit, plan."""
+        """Runs one iteration of the scheduler loop. With overlap: messages, plan, commit. Without: messages, commit, plan."""
         if not self.alive:
             return
         self._sim.clock.pass_until(self._clock.now)

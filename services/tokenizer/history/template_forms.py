@@ -4,7 +4,7 @@ The search renders small test chats. This file imports only the standard library
 
 A form or an order is right if the template renders the small chat and the result contains the text of each message. With a wrong
 form, a template may for example omit a call, or print a list of parts in Python or JSON syntax. Each kind of message
-and each order of kinds is tried once per process; the result is cached.
+and each order of kinds is tried once per process; the result is cached. A full cache (MAX_ORDERS) is emptied.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Render = Callable[[list[Message], bool], str | None]
 
 MAX_TRIES = 128  # small chats that are rendered for one order of roles
 MAX_ORDER = 48  # turns of a small chat; the shortened order is cut to this length
-MAX_ORDERS = 512  # cached orders
+MAX_ORDERS = 512  # cached orders; also cached spellings
 
 _MARK = "a7f3c9"  # a text that no template contains
 _ID = "call_5f0c1d2e3a4b59687786a5b4"  # a call id in the format of this server
@@ -185,7 +185,8 @@ class TemplateForms:
         """Puts a chat into an order that the template renders completely.
 
         Returns:
-            (turns after the fewest sufficient repairs, whether the template has rendered a small chat of this order).
+            (repaired turns, is_tried). is_tried: whether the template has rendered a small chat of this order, or no repair would
+            change the order.
         """
         turns: Turns = [Turn(index, message) for index, message in enumerate(messages)]
         if not self._knows_developer:
@@ -260,7 +261,11 @@ class TemplateForms:
         return self._short_ids[tools]
 
     def _tried(self, shape: Shape, tools: bool, short_ids: Sequence[bool] | None = None) -> Spelling:
-        """Returns the first spelling that the template renders completely, else the first that it renders, else the first one."""
+        """Returns the first candidate that the template renders completely, else the first that it renders, else the first.
+
+        Args:
+            short_ids: values of Spelling.short_ids to try; None: the value that the template needs.
+        """
         ids = short_ids or ((self._needs_short_ids(tools),) if shape.arguments else (False,))
         arguments: tuple[Any, ...] = ("text", "named") if shape.arguments == "text" else ("object", "text")
         candidates = [
@@ -302,10 +307,12 @@ class TemplateForms:
             yield [user], []
 
     def _repairs(self, order: tuple[Shape, ...], tools: bool) -> tuple[Repair, ...] | None:
-        """Returns the fewest repairs with which the template renders the most texts of a small chat.
+        """Returns the repairs with which the template renders the most texts of a small chat.
+
+        Combinations are tried in the order of _choices(), until one renders all texts or MAX_TRIES chats were rendered.
 
         Returns:
-            None if the template refuses the small chat with every combination of repairs.
+            () if no repair changes the chat. None if the template refuses the small chat with every tried combination.
         """
         turns = _small_chat(order)
         marks = [_marks_of(turn) for turn in turns]

@@ -34,10 +34,10 @@ class Report:
     """The figures of one run. Times are in seconds of virtual time, except wall_s."""
 
     requests: int
-    finished: int
-    errors: dict[str, int]
-    seconds: float
-    prompt_tokens: int
+    finished: int  # requests that ended without an error
+    errors: dict[str, int]  # number of requests by error
+    seconds: float  # from the first sent request to the end of the run
+    prompt_tokens: int  # of finished requests, as are the next two fields
     cached_tokens: int
     output_tokens: int
     hit_rate: float  # cached prompt tokens divided by prompt tokens, of finished requests

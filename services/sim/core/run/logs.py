@@ -79,7 +79,7 @@ class RequestLog:
         self.sent = np.full(count, np.nan)
         self.first_token = np.full(count, np.nan)
         self.ended = np.full(count, np.nan)
-        self.queue = np.full(count, np.nan)
+        self.queue = np.full(count, np.nan)  # seconds from arrival at the scheduler to the first admission
         self.prompt_tokens = np.zeros(count, dtype=np.int64)
         self.cached_tokens = np.zeros(count, dtype=np.int64)
         self.output_tokens = np.zeros(count, dtype=np.int64)  # number of output tokens that the request's Finish reports

@@ -1,4 +1,4 @@
-"""Runs the real scheduler on a trace with a time model and a virtual clock, in the order of the worker's loop.
+"""Runs the real scheduler on a trace with a time model and a virtual clock, in the order of the worker's scheduler loop.
 
 With overlap, step N+1 is planned and launched before step N is committed. Without overlap, the commit comes first.
 """

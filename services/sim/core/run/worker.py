@@ -1,6 +1,6 @@
 """Simulates the inside of a worker: core, executor and clock.
 
-The methods of SimWorker are the parts of the worker's loop. A simulation calls them in its own order.
+The methods of SimWorker are the parts of the worker's scheduler loop. A simulation calls them in its own order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.core.scheduler import Scheduler
 from rootstock_llm.services.worker.core.tiers.page_keys import SECRET_BYTES, PageKeys
 from rootstock_llm.services.worker.exec.fake import TimeModel
 
-STUCK_WAIT_S = 0.001  # wait of the worker's loop while it has requests and none can run
+STUCK_WAIT_S = 0.001  # wait of the scheduler loop while it has requests and none can run
 
 
 class NoText:

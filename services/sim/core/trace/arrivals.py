@@ -51,7 +51,10 @@ class Turns:
 
 
 class OpenLoop:
-    """Sends every request at its arrival, independent of the worker's load. `speed` divides the arrival times."""
+    """Sends requests at their arrivals, independent of the worker's load. `speed` divides the arrival times.
+
+    A later turn of a session is not sent before think_s seconds have passed since the end of the session's previous turn.
+    """
 
     def __init__(self, trace: Trace, speed: float = 1.0) -> None:
         if not speed > 0:
@@ -80,7 +83,10 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """Keeps `concurrency` requests open, in the trace's order. A session's next turn goes first. Ignores arrival times."""
+    """Keeps `concurrency` requests open, in the trace's order. A session's next turn goes first.
+
+    Arrival times and think_s are ignored.
+    """
 
     def __init__(self, trace: Trace, concurrency: int) -> None:
         if concurrency < 1:
