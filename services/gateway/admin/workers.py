@@ -89,7 +89,7 @@ class WorkerDirectory:
             name: A worker's id or address, or None for all workers.
 
         Raises:
-            ApiError: No worker has this name (404), or no worker is known (503).
+            ApiError: No worker has this name (404), or `name` is None and no worker is known (503).
         """
         known = self._known()
         found = [worker for worker in known if name is None or worker.has_name(name)]

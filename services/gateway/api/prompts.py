@@ -38,7 +38,7 @@ class ContextBudget:
         return self.context_len - self.output_tokens
 
     def bound(self, call: EncodeCall) -> None:
-        """Writes the limit into the call. The tokenizer then stops encoding at the limit."""
+        """Writes the maximum number of prompt tokens into the call. The tokenizer then stops encoding at this number."""
         call.max_tokens, call.cuts = max(self.most, 0), self.cuts
 
     def check(self, tokens: int, param: str, is_bound: bool = False) -> None:

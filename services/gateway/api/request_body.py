@@ -206,7 +206,10 @@ class PlacedBody(Body):
         description="Only requests with the same extra_key, and with the same cache_salt if it is sent, share cached prefixes.",
     )
     priority: int | None = Field(
-        None, ge=INT32[0], le=INT32[1], description="Default 0. No effect unless priority scheduling is on."
+        None,
+        ge=INT32[0],
+        le=INT32[1],
+        description="Default: the priority of the API key, or 0. No effect unless priority scheduling is on.",
     )
     routing_key: str | None = Field(
         None,
@@ -252,7 +255,7 @@ class SessionParams(BaseModel):
         description="Request id of the turn that this request continues. Null: the latest turn.",
     )
     offset: int | None = Field(
-        None, ge=-1, le=_UINT32_MAX, description="Number of tokens of the continued turn's context to keep. Null: all."
+        None, ge=-1, le=_UINT32_MAX, description="Number of tokens of the continued turn's context to keep. Null or -1: all."
     )
     replace: bool | None = Field(None, description="Whether turns after the continued turn are deleted.")
     drop_previous_output: bool | None = Field(None, description="Whether the continued turn's output is left out of the context.")

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 15.0)  # pause after the first failed attempt, and the longest pause, in seconds; pauses double
 TRIES = 4  # the response fails after this many failures that the request may have caused
-MAX_TAKES = 4  # the response fails if more than this number of gateways in a row are lost soon after they took it
+MAX_TAKES = 4  # the response fails after this number of gateways in a row were lost soon after they took it
 ROUTE = "/v1/responses"
 _FINAL = frozenset(  # codes of errors after which a retry cannot succeed
     ("weights_not_served", "lease_lost", STORE_AWAY)

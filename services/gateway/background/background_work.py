@@ -149,7 +149,8 @@ class BackgroundWork:
         """Returns a function that streams the events after sequence number `after`; -1 streams all events.
 
         Raises:
-            ApiError: The events have expired, or too many streams are open at this gateway or for the API key.
+            ApiError: The events have expired, `after` is above the last event's number, too many streams are open at this gateway
+                or for the API key, or the store cannot be reached.
         """
         try:
             page = await self._store.follow(owner, response_id, after + 1)

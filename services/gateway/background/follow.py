@@ -16,7 +16,8 @@ POLL_S, LONGEST_POLL_S = 0.15, 1.0  # seconds between two reads of the store: di
 AWAY_S = 30.0  # seconds that a stream waits for an unreachable store
 
 Write = Callable[[bytes], Awaitable[None]]  # sends events or a comment to a client
-Follow = Callable[[Write], Awaitable[None]]  # returns when the response has ended; raises StoreAway
+# Returns when the response has ended, its events are gone, or the gateway drains. Raises StoreAway.
+Follow = Callable[[Write], Awaitable[None]]
 
 
 class _StreamedResponse:

@@ -67,7 +67,7 @@ class BatchRun:
 
         Args:
             caller: Returns the caller of the batch. Raises ApiError if the API key is no longer valid.
-            lines_at_once: Lines of this batch that are computed at once.
+            lines_at_once: Largest number of lines of this batch in progress, including lines that wait for a retry.
             most_lines: Largest number of lines in an input.
         """
         self.lease = lease

@@ -59,7 +59,7 @@ class BatchRunner:
 
         Args:
             callers: See BatchWork.
-            lines_at_once: Lines of one batch that are computed at once.
+            lines_at_once: Largest number of lines of one batch in progress, including lines that wait for a retry.
             most_lines: Largest number of lines in an input.
             clock: Returns Unix seconds.
         """

@@ -71,7 +71,7 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         description="Batch lines that this gateway computes at once while it has no other requests. 0: it runs no batches.",
     )
-    batch_lines_each: int = Field(16, ge=1, description="Lines of one batch that are computed at once.")
+    batch_lines_each: int = Field(16, ge=1, description="Largest number of lines of one batch that a gateway computes at once.")
     batch_lines_beside: int = Field(
         1,
         ge=0,
@@ -80,7 +80,11 @@ class GatewaySettings(ServiceSettings):
     batch_lease_s: float = Field(
         15.0, ge=3, description="Seconds without a lease renewal after which another gateway continues a batch."
     )
-    background_responses: int = Field(256, ge=0, description="Background responses that run or wait at this gateway. 0: none.")
+    background_responses: int = Field(
+        256,
+        ge=0,
+        description="Largest number of background responses that run or wait here. 0: this gateway accepts and runs none.",
+    )
     background_per_key: int = Field(
         100, ge=1, description="Largest number of unfinished background responses per API key. Further requests get 429."
     )
@@ -146,7 +150,7 @@ class GatewaySettings(ServiceSettings):
         5.0, gt=0, description="Seconds for which the circuit breaker stays open before a trial request."
     )
     hedge_after_s: float = Field(
-        0.0, ge=0, description="Seconds without a token after which a second worker gets a copy of a request. 0: never."
+        0.0, ge=0, description="Seconds without a first token after which a second worker gets a copy of a request. 0: never."
     )
     disaggregation_min_tokens: int = Field(
         512,
@@ -213,7 +217,7 @@ class GatewaySettings(ServiceSettings):
     keep_alive_s: int = Field(
         75,
         ge=1,
-        description="Seconds for which an idle connection stays open after a response. Use more than the clients' own limit.",
+        description="Seconds for which an idle connection stays open after a response. Use more than the clients' idle limit.",
     )
     stop_delay_s: float = Field(
         0.0,
@@ -263,13 +267,13 @@ class GatewaySettings(ServiceSettings):
     access_log: Literal["json", "text", "off"] = Field(
         "json",
         description="Form of the access log: one line for each request, batch line, background response and admin"
-        " request that ends. Health checks and scrapes have no line.",
+        " request that ends. Requests to /health, /ping, /ready, /readiness and /metrics have no line.",
     )
     access_log_file: str = Field("", description="File to which the access log is appended. Empty: standard error.")
     tls_cert_file: str = Field(
         "", description="PEM file with the HTTP port's certificates. Reloaded when it changes. Empty: no TLS."
     )
-    tls_key_file: str = Field("", description="PEM file with the key of --tls-cert-file.")
+    tls_key_file: str = Field("", description="PEM file with the private key of --tls-cert-file.")
     max_body_bytes: int = Field(MAX_BODY_BYTES, ge=1, le=MAX_BODY_BYTES, description="Largest body of an HTTP request, in bytes.")
 
     @property

@@ -13,8 +13,9 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.25  # seconds between two look-ups before the first result; doubles with every attempt
-LONGEST_PAUSE_S = 30.0  # longest pause after failed look-ups
+# Before the first result, the pause is this number of seconds, doubled for every look-up so far, and at most `refresh_s`.
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 30.0  # longest pause in seconds after failed look-ups, unless `refresh_s` is longer
 # Number of empty results in a row after which the gateway drops the name's addresses. A single empty result may come from a DNS
 # server that has just restarted and has not loaded its names.
 EMPTY_RESULTS = 2

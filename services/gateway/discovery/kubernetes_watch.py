@@ -40,7 +40,7 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 RESYNC_S = 600.0  # mean time between two lists, in seconds
-FIRST_PAUSE_S = 0.25  # longest pause without a failure; doubles with every failure in a row
+FIRST_PAUSE_S = 0.25  # longest pause in seconds without a failure; doubles with every failure in a row
 LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 10.0  # seconds of failures after which DNS is used; a restarted API server responds earlier
 DENIED = (401, 403)  # statuses after which DNS is used at once

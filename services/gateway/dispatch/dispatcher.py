@@ -108,7 +108,8 @@ class Dispatcher:
             refused_by: Addresses of workers that get the request only if no other worker takes requests.
 
         Raises:
-            ApiError: The queue is full, the model is being replaced, or no worker supports the requested scores.
+            ApiError: Too many choices wait, all workers refuse new requests, the model is being replaced, or no worker supports
+                the requested scores.
         """
         pool = self.fleet.pools[request.model.name]
         if pool.model.source != request.model.source:

@@ -79,7 +79,7 @@ class FleetCollector(Readings[Fleet]):
         Reading(
             Counter,
             INDEX + "gaps",
-            "Full reloads of a worker's blocks after missed event batches.",
+            "Times that event batches were missed. The blocks of one worker, or of all workers, are then reloaded.",
             _mirror(lambda index: index.counts.gaps),
         ),
     )

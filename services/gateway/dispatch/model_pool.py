@@ -116,7 +116,7 @@ class ModelPool(Generic[C]):
             index: None if the policy uses no prefixes.
             lease_alive: Returns whether a link's worker has a valid lease, or does not need a lease.
             owner_of: Returns the owner number of a link's worker in the index, or -1 if it is not in the index.
-            slack: Requests that a worker may queue, as a share of the requests that it can run at once.
+            slack: Requests that a worker may queue, as a share of the requests that it can run at once; at least 2 requests.
         """
         self.model = model
         self.columns = WorkerColumns()
@@ -125,7 +125,7 @@ class ModelPool(Generic[C]):
         self.queue = queue  # choices that wait for a free slot
         self.moved: dict[C, None] = {}  # choices whose worker was lost; served before the queue
         self.parked: dict[C, None] = {}  # turns of sessions whose worker is not connected
-        self.pumping = False  # waiting choices are placed in the loop's next iteration
+        self.pumping = False  # waiting choices are placed in the event loop's next iteration
         self._policy = policy
         self._index = index
         self._lease_alive = lease_alive

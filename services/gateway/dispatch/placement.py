@@ -46,7 +46,7 @@ class KvReservation:
     layout: bytes  # page layout; only a worker with an equal layout can read the pages
 
     def release(self) -> None:
-        """Tells the worker that no other worker will read the pages."""
+        """Releases the pages at the worker that has them, because no other worker will read them."""
         self.link.release_reservation(self.handle)
 
 
@@ -65,7 +65,7 @@ class PrefetchedPages:
         return self.link.is_prefetching(self.handle)
 
     def release(self) -> None:
-        """Tells the decode worker that it does not get the choice. Has no effect after the submit to this worker."""
+        """Cancels the prefetch, because the decode worker does not get the choice. Has no effect after the submit to it."""
         self.link.cancel_prefetch(self.handle)
         self.pool.recount(self.link)
 

@@ -67,7 +67,9 @@ def error_of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: in
     """
     code, text, asked = finish.error, _why(finish), choice.params
     if code == pb.ERROR_CODE_INVALID_ARGUMENT and finish.field == SESSION_ID:
-        return ApiError(404, text or "There is no such session.", param=asked.fields.of(SESSION_ID), code="session_not_found")
+        return ApiError(
+            404, text or "No session has this id, or it has ended.", param=asked.fields.of(SESSION_ID), code="session_not_found"
+        )
     if code == pb.ERROR_CODE_INVALID_ARGUMENT:
         return _refused(finish, text, asked)
     if code == pb.ERROR_CODE_OUT_OF_MEMORY:
@@ -77,7 +79,7 @@ def error_of_finish(finish: worker_pb2.Finish, choice: Choice, retry_after_s: in
     if code == pb.ERROR_CODE_TIMEOUT:
         return timed_out(text or "The request took longer than the worker allows.")
     if code == pb.ERROR_CODE_UNAVAILABLE:
-        return unavailable("The worker is going away.", retry_after_s)
+        return unavailable("The worker is stopping and accepts no requests.", retry_after_s)
     if code == pb.ERROR_CODE_OTHER_WEIGHTS:
         return unavailable("The worker has loaded another model version.", retry_after_s)
     if code == pb.ERROR_CODE_CANCELLED:

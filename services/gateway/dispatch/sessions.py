@@ -77,7 +77,7 @@ class SessionCalls:
         request = worker_pb2.CloseSessionRequest(session_id=owned)
         answer = await self._call(model, owned, lambda stub: stub.CloseSession(request, timeout=CALL_TIMEOUT_S))
         if not answer.closed:
-            raise ApiError(404, "There is no such session.", param="session_id", code="session_not_found")
+            raise ApiError(404, "No session has this id, or it has ended.", param="session_id", code="session_not_found")
 
     def _workers(self, model: str | None) -> Sequence[SessionWorker]:
         workers = self._connected(model)

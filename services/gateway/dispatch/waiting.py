@@ -347,7 +347,7 @@ class Pace:
         self._num_now = 0  # completed choices of the current window
 
     def completed(self) -> None:
-        """Counts a choice that has left its worker."""
+        """Counts a choice that a worker has ended. A choice that its client or the gateway aborts does not count."""
         self._advance_window()
         self._num_now += 1
 

@@ -36,7 +36,7 @@ class AbortScope:
 class PeerAnswer:
     """The result of an abort at another gateway."""
 
-    address: str
+    address: str  # gRPC address of the other gateway, from discovery
     gateway: bytes = b""  # the gateway's own id; b"" if it was not reached
     aborted: int = 0  # number of choices and requests that the gateway has ended
     message: str = ""  # reason if the gateway was not reached

@@ -1,8 +1,10 @@
 """Request bodies and their memory budget.
 
-A body reserves memory before its first byte is read, and releases it when its request is dispatched. While no memory is free, the
-body waits unread in a queue, and TCP flow control stops its client. The request gets a 503 after `wait_s`, or if too many bodies
-wait. Small bodies have a separate pool, so that a chat never waits behind a large body.
+A body with a Content-Length reserves its memory before its first byte is read; any other body reserves memory as it arrives.
+The memory is released when the request is dispatched or ends. While no memory is free, the body waits in a queue, and TCP flow
+control stops its client. The request gets a 503 after body_wait_s, or if too many bodies wait.
+
+Bodies of at most SMALL_BODY_BYTES have a separate pool, so that they never wait for larger bodies.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from rootstock_llm.services.shared.memory import trim_heap
 
 # Size of the smallest body whose memory is returned to the system. The next body reuses the memory of smaller bodies.
 TRIM_BYTES = 1 << 20
-TRIM_S = 1.0  # seconds from the end of a large body to the trim, so that one trim serves several bodies
-QUIET_S = 15.0  # seconds after the last large body until the garbage collector scans all objects
+TRIM_S = 1.0  # seconds from the release of a body of TRIM_BYTES to the trim, so that one trim serves several bodies
+QUIET_S = 15.0  # seconds after the last body of TRIM_BYTES until the garbage collector scans all objects
 YOUNG, OLDEST = 1, 2  # generations of objects, as arguments of gc.collect()
 
 Gone = Callable[[], Awaitable[object]]  # returns when the client has closed its connection
-Hold = Callable[[int], Awaitable[None]]  # RequestBody.grow_by
+Hold = Callable[[int], Awaitable[None]]  # reserves this number of bytes in the body budget; see RequestBody.grow_by()
 
 
 class Stuck(Exception):
@@ -179,7 +181,7 @@ class BodyBudget:
         """Releases the bytes of a body.
 
         Args:
-            peak: Largest number of bytes that the body had reserved. After a large body, memory is returned to the system.
+            peak: Largest number of bytes that the body had reserved. From TRIM_BYTES on, freed memory is returned to the system.
         """
         pool.release(size)
         if peak >= TRIM_BYTES:
@@ -228,7 +230,7 @@ class RequestBody:
         self._pool, self.size = pool, size
 
     async def grow_by(self, size: int) -> None:
-        """Reserves `size` more bytes, for data that is fetched for the request. Raises ApiError."""
+        """Reserves `size` more bytes, but at most `most` in all, for data that is fetched for the request. Raises ApiError."""
         try:
             await self.grow_to(min(self.size + size, self.most))
         except ClientGone:
@@ -242,7 +244,7 @@ class RequestBody:
         await self.receive(content)
 
     async def receive(self, content: bytes | bytearray) -> None:
-        """Stores the content, whose bytes are already reserved. For a large body, also reserves memory for its parsed values.
+        """Stores the content, whose bytes are reserved. Above SMALL_BODY_BYTES, also reserves memory for its parsed values.
 
         Raises:
             ApiError: The content has too many values (413), or the budget has no space for them (503).
@@ -275,10 +277,10 @@ def body_too_large(max_bytes: int) -> ApiError:
 
 
 class MemoryTrimmer:
-    """Returns the freed memory of large bodies to the system, which glibc does not do by itself.
+    """Returns the freed memory of bodies of at least TRIM_BYTES to the system, which glibc does not do by itself.
 
     First, it runs the garbage collector, because a refused request, its body and the traceback of its error are in a reference
-    cycle. The collector scans young objects TRIM_S after a large body, and all objects QUIET_S after the last large body.
+    cycle. The collector scans young objects TRIM_S after such a body, and all objects QUIET_S after the last one.
     """
 
     def __init__(self) -> None:

@@ -332,7 +332,7 @@ class Choice:
             self._prefilled = finish
 
     def has_all_label_logprobs(self, finish: worker_pb2.Finish) -> bool:
-        """Returns whether the last message of a score has a log probability for each label. True if the choice is no score."""
+        """Returns whether the last message of a score has a log probability for each label. True if no score was requested."""
         sampling = self.params.sampling
         return not sampling.HasField("score") or len(finish.label_logprobs) == len(sampling.score.label_token_ids)
 
@@ -405,7 +405,7 @@ class Choice:
 
 
 class ChoiceReader:
-    """Parses the text of one choice into events: text, reasoning, calls."""
+    """Parses the text of one choice into events: text, reasoning and tool calls."""
 
     __slots__ = ("_parser", "_parsing", "called")
 
@@ -413,7 +413,7 @@ class ChoiceReader:
         """Makes the parser. If `parsing` is None, all output is text."""
         self._parsing = parsing
         self._parser: OutputParser = PlainText() if parsing is None else parsing.parser()
-        self.called = False  # whether the output has a call
+        self.called = False  # whether the output has a tool call
 
     def read(self, delta: Delta) -> list[Event]:
         """Returns the events of the next delta, possibly none."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from rootstock_llm.protos import detokenizer_pb2
 from rootstock_llm.services.gateway.generation.errors import ApiError
 
-PATIENT_IDS = 64  # ids per message of a response that is not a stream; a message costs more than its ids
+PATIENT_IDS = 64  # token ids that a decoding without a stream collects per message, because a message costs more than its ids
 PROMPT_TAIL = 5  # number of last prompt ids that the detokenizer gets, because the first text depends on them
 
 

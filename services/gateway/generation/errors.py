@@ -69,7 +69,7 @@ CODES: Mapping[str, ErrorCode] = MappingProxyType(
         ),
         "invalid_api_key": ErrorCode((401,), "The API key is missing, unknown or not valid.", "Send a valid key."),
         "invalid_encrypted_content": ErrorCode((400,), "`encrypted_content` is not from this server.", "Leave the field out."),
-        "invalid_form": ErrorCode((400,), "The body is not the form of an upload.", _CORRECT),
+        "invalid_form": ErrorCode((400,), "The body is not a valid multipart form with a file.", _CORRECT),
         "invalid_json": ErrorCode((400,), "The body is not JSON; the message gives line, column and reason.", _CORRECT),
         "invalid_token": ErrorCode(
             (401,), "The request to the admin port has no valid token.", "Send `Authorization: Bearer TOKEN`."
@@ -240,7 +240,7 @@ def context_length_exceeded(param: str, context_len: int, prompt_tokens: str) ->
     """
     message = (
         f"This model's maximum context length is {context_len} tokens, and the prompt has {prompt_tokens}. "
-        "At least one token must be left for the answer."
+        "At least one token must be left for the output."
     )
     return ApiError(400, message, param=param, code="context_length_exceeded")
 

@@ -86,7 +86,9 @@ class PromptInput:
     ids: Sequence[int]  # token ids, as the packed array of the tokenizer's message
     text: str | None  # text of the prompt for `echo`, or None if the ids must be decoded for `echo`
     block_hashes: bytes = b""  # joined hashes of the full blocks; b"" until they are computed
-    num_cut: int = 0  # number of tokens that were truncated, because the prompt exceeded the context
+    # Number of tokens by which the prompt was truncated, to the context or to `truncate_prompt_tokens`. It is a lower bound if
+    # the tokenizer stopped early.
+    num_cut: int = 0
     # The tokenizer stops early if a prompt is too long. `ids` then has only the first tokens, and at_least is a lower bound of
     # the number of all tokens. 0 if `ids` has all tokens.
     at_least: int = 0
@@ -124,7 +126,7 @@ class GenerationParams:
     grammar_field: str | None = None  # the client's field that `grammar` was made from
     grammar_fields: Sequence[str] = ()  # the client's fields that the parts of the grammar were made from, by index of the part
     vector_as_base64: bool = False  # an embedding is returned as base64 of little-endian float32
-    hidden: bool = False  # the client gets no output (max_tokens 0), although an older worker generates one token
+    hidden: bool = False  # the client gets no output (max_tokens 0), although a worker of an older version generates one token
     answer: AnswerBody = TEXT_ALONE  # optional fields of the response
     stream_repeats: bool = False  # each event of a stream has all output so far
     parsing: Parsing | None = None  # formats of tool calls and reasoning in the output, or None if all output is text
@@ -277,7 +279,7 @@ def logprob_values(params: GenerationParams, prompt_tokens: int, context_len: in
 
 
 def most_tokens(request: GenerationRequest) -> int:
-    """Returns the number of tokens of all prompts, plus likely_tokens() of all choices."""
+    """Returns the number of tokens of all prompts, plus likely_tokens() of all choices that generate output."""
     total = 0
     for prompt, params in zip(request.prompts, request.params, strict=True):
         prompt_tokens = len(prompt.ids)
@@ -294,7 +296,7 @@ def check_chars(chars: int, param: str) -> None:
 
 
 def check_sets(allowed: Sequence[int] | None, banned: Sequence[int] | None, choices: int, where: str = "") -> None:
-    """Raises ApiError if the ids of both sets, times `choices`, exceed the limit. Each choice has its own copy of the sets.
+    """Raises ApiError if the allowed and banned ids, times `choices`, exceed MAX_REQUEST_SET_IDS. Each choice copies both sets.
 
     Args:
         choices: Number of choices of the request.

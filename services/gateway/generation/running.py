@@ -46,7 +46,7 @@ class KeyAdmission(Protocol):
     """A request's share of the limits of its API key. The owner calls end() once."""
 
     def reserve(self, tokens: int) -> None:
-        """Reserves the largest number of prompt and output tokens that the request may use. Called once. Raises ApiError."""
+        """Reserves the prompt and output tokens that the request is expected to use at most. Called once. Raises ApiError."""
 
     def end(self, used_tokens: int) -> None:
         """Ends the request's share, and replaces the reserved number of tokens by the used number."""
@@ -101,7 +101,7 @@ class RunningRequest:
         self._open = 0  # number of choices without their terminal event
         self._choices_with_output: dict[int, Choice] = {}  # choices that next_output() will return, by index
         self._waker: asyncio.Future[None] | None = None  # wakes next_output()
-        self._nudged = False  # the current next_output() returns even without output
+        self._nudged = False  # next_output() returns even without output: the running call, or else the next one
 
     @property
     def key(self) -> str:
@@ -172,7 +172,7 @@ class RunningRequest:
             self._wake()
 
     def nudge(self) -> None:
-        """Makes the current next_output() return, possibly without a choice."""
+        """Makes the running call of next_output() return, or else the next call, possibly without a choice."""
         self._nudged = True
         self._wake()
 
@@ -218,9 +218,10 @@ class RunningRequest:
             self._releaser.release(choice)
 
     async def next_output(self) -> list[Choice]:
-        """Waits for output, and returns the choices with new output in the order of its arrival.
+        """Waits for new output, and returns the choices that have it, in the order in which their output arrived.
 
-        The list may be empty after nudge(). Raises the request's ApiError.
+        If the request does not stream, waits until all its choices have ended. The list may be empty after nudge(). Raises the
+        request's ApiError.
         """
         while self.error is None and not self._has_result() and not self._nudged:
             self._waker = asyncio.get_running_loop().create_future()

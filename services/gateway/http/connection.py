@@ -42,7 +42,7 @@ LINGER_S = 2.0  # seconds between the last response and the close; a client that
 GONE_POLL_S = 0.25  # seconds between two checks for a closed connection while nothing is read
 CLOSED = frozenset((7, 8))  # TCP_CLOSE (after a reset) and TCP_CLOSE_WAIT (after the last byte) in Linux's tcp_states.h
 WITHOUT_CHUNKS = frozenset(("0.9", "1.0"))  # HTTP versions without transfer codings (RFC 9112, section 6.1)
-HEALTH_PATHS = frozenset((b"/health", b"/readiness", b"/ready"))  # served on every connection, even above the limit
+HEALTH_PATHS = frozenset((b"/health", b"/readiness", b"/ready"))  # served even on connections above the limit of connections
 
 
 @dataclass(frozen=True, slots=True)

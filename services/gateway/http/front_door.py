@@ -44,8 +44,8 @@ class FrontDoor:
     | `request_id` | to the routes | the client's id if it is valid, else a random one |
     | `caller`, `key` | to the routes | the caller, and the name of its API key |
     | `form` | to the routes | the form of errors of the path's API |
-    | `model` | from the routes | the model's id, for metrics |
-    | `code` | from the routes | replaces the HTTP status in metrics |
+    | `model` | from the routes | the model's name, for metrics and the access log |
+    | `code` | from the routes | replaces the HTTP status in metrics and the access log |
     | `OMITTED_TOOLS` | from the routes | names of hosted tools that were left out of the request |
     | `ERROR_CODE`, `CUT`, `GENERATION`, `ABORTED` | from the routes | facts for the access log |
     """

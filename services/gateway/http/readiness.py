@@ -1,4 +1,4 @@
-"""Reports whether this gateway accepts requests, and whether it can serve them at once.
+"""Reports whether this gateway accepts requests, and whether requests must wait for a service.
 
 | reader | question | method |
 | --- | --- | --- |

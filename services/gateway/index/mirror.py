@@ -1,6 +1,7 @@
-"""Copies the prefix index from Redis into the gateway's PrefixIndex, in one task (docs/design/fleet.md#the-index).
+"""Copies the prefix index from Redis into the gateway's PrefixIndex (docs/design/fleet.md#the-index).
 
-Requests never wait for this task. Only this task writes the index. It repeats three steps:
+One task makes the copy, and requests never wait for it. Only this task adds and removes confirmed blocks. Routing
+adds speculative blocks, and a second task frees the blocks of retired owners. The task repeats three steps:
 
 1. read the leases, once in POLL_S;
 2. read the blocks of one new generation;

@@ -52,7 +52,7 @@ class KeyBudget:
         """
         self.digest = digest
         self.shares: dict[str, Share] = {}
-        self.reported_at = 0.0
+        self.reported_at = 0.0  # Unix seconds of the last report()
         self.set_key(key)
 
     def set_key(self, key: ApiKey) -> None:
@@ -86,7 +86,7 @@ class KeyBudget:
         return self.shares.get(CONCURRENT)
 
     def reserve(self, tokens: int, now: float, gateways: int) -> Share | None:
-        """Counts the largest number of tokens that a request may use.
+        """Counts the tokens that a request is expected to use at most.
 
         Returns:
             The share of tokens, which the caller corrects with settle() when the request ends. None if tokens have no limit.

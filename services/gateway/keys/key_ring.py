@@ -44,7 +44,7 @@ class Admission:
         self._reserved = (0, 0.0)  # reserved tokens, and Unix seconds of the reservation
 
     def reserve(self, tokens: int) -> None:
-        """Reserves the largest number of tokens that the request may use, prompts and completions together.
+        """Reserves the tokens that the request is expected to use at most, prompts and completions together.
 
         May be called once. Raises ApiError 429 if the limit is reached.
         """

@@ -27,7 +27,7 @@ BATCH_OUTCOMES = ("completed", "failed")
 BACKGROUND_ENDS = ("completed", "incomplete", "failed", "cancelled")
 REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 MAX_KEYS = 500  # API keys with their own label in counters
-MAX_LATENCY_KEYS = 50  # API keys with their own label in histograms, which have 57 series each
+MAX_LATENCY_KEYS = 50  # API keys with their own label in the three histograms, which have 57 series per label together
 LABELS = ("model", "key")
 OTHER = "other"
 
@@ -41,7 +41,11 @@ class QueueMetrics(Readings[Callable[[], Mapping[str, int]]]):
 
     rows = (
         Reading(
-            GaugeMetricFamily, f"{PREFIX}queue_length", "Choices that wait for a worker with a free slot.", _by_model, ("model",)
+            GaugeMetricFamily,
+            f"{PREFIX}queue_length",
+            "Choices that wait for a worker with a free slot, and requests that wait for the first worker of their model.",
+            _by_model,
+            ("model",),
         ),
     )
 
@@ -140,7 +144,8 @@ class RequestMetrics:
         )
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Seconds between two tokens of a choice.")
         self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "Seconds from arrival to the last byte of a generation request."
+            "e2e_request_latency_seconds",
+            "Seconds from the arrival of a generation request to the last byte of its complete response.",
         )
         self.keys, self._latency_keys = KeyLabels(MAX_KEYS), KeyLabels(MAX_LATENCY_KEYS)
         self._series: dict[tuple[str, str, str], RequestSeries] = {}
@@ -196,13 +201,17 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         ProcessCollector(registry=registry)
-        self.requests = self._counter("requests", "HTTP requests with a response, by status code.", "route", "model", "code")
-        self.aborts = self._counter("aborts", "Requests whose client disconnected, by phase.", "phase")
-        self.retries = self._counter("retries", "Calls or choices that were sent again, by service.", "service")
-        self.tls_failures = self._counter(
-            "tls_failures", "Failed TLS handshakes with other services, counted once a minute.", "service"
+        self.requests = self._counter(
+            "requests", "HTTP requests that have ended, by status code; 499 if the client disconnected.", "route", "model", "code"
         )
-        self.truncated_prompts = self._counter("truncated_prompts", "Prompts truncated to the context length.")
+        self.aborts = self._counter("aborts", "Generation requests whose client disconnected, by phase.", "phase")
+        self.retries = self._counter("retries", "Tokenizer calls and decodings that were sent again, by service.", "service")
+        self.tls_failures = self._counter(
+            "tls_failures", "Failed TLS handshakes with other services, counted at most once per minute and address.", "service"
+        )
+        self.truncated_prompts = self._counter(
+            "truncated_prompts", "Prompts truncated to the context length or to `truncate_prompt_tokens`."
+        )
         self.in_flight = self._gauge("requests_in_flight", "Generation requests between arrival and last byte.")
         self.decisions = self._counter("routing_decisions", "Choices submitted to a worker, by reason of the decision.", "reason")
         self.moves = self._counter("moves", "Choices that moved to another worker.", "cause", "state")
@@ -222,7 +231,7 @@ class GatewayMetrics:
         for reason in REFUSALS:
             self.refusals.labels(reason)  # a rate needs a sample of 0 before the first event
         self.bodies_refused = self._counter("bodies_refused", "Requests refused with 503 because the body budget was full.")
-        self.body_bytes = self._gauge("body_bytes", "Bytes of request bodies that are not prepared yet, by pool.", "pool")
+        self.body_bytes = self._gauge("body_bytes", "Bytes of the body budget that request bodies reserve, by pool.", "pool")
         self.bodies_waiting = self._gauge("bodies_waiting", "Request bodies that wait for the body budget, by pool.", "pool")
         self.rate_limited = self._counter("rate_limited", "Requests refused with 429, by the limit of their API key.", "limit")
         for kind in RATE_LIMITS:
@@ -255,7 +264,11 @@ class GatewayMetrics:
         self.background_running = self._gauge("background_running", "Background responses that this gateway runs or queues.")
         self.key_requests = self._counter("key_requests", "Generation requests that began, by API key.", "key")
         self.grace_period = self._gauge("grace_period_seconds", "Seconds that requests in flight get when this gateway stops.")
-        self.connected = self._gauge("connected", "Connected replicas, by service.", "service")
+        self.connected = self._gauge(
+            "connected",
+            "Connected replicas, by service. A worker counts only while this gateway may send it requests.",
+            "service",
+        )
         self.of_requests = RequestMetrics(registry, PREFIX)
 
     def watch_connected(self, service: str, count: Callable[[], int]) -> None:
@@ -283,7 +296,7 @@ class GatewayMetrics:
         self.registry.register(KeyMetrics(signs))
 
     def watch_queue(self, waiting: Callable[[], Mapping[str, int]]) -> None:
-        """Adds the metrics of the queues. `waiting` returns the waiting choices by model."""
+        """Adds the metrics of the queues. `waiting` returns the waiting choices and requests by model."""
         self.registry.register(QueueMetrics(waiting))
 
     def series(self, model: str, key: str) -> RequestSeries:

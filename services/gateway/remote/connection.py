@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.1  # seconds between two sessions; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 2.0
 LOG_AGAIN_S = 60.0  # seconds between two log lines about the same refusal
-# A reason that begins with one of these names is a refusal.
+# gRPC statuses of a refusal. The reason for the end of a refused session begins with one of these names.
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)
 # Number of checks for a new message within the limit of silence. The service is lost if all of them fail. Several checks are
 # necessary because this process may be suspended, for any time: only one check then fails.

@@ -2,9 +2,9 @@
 
 A DetokLink owns the stream to one address. Its DecodeWindow has the state of the stream. A DetokPool owns the links.
 
-Each Decoding is pinned to one link. If the link's stream breaks or the detokenizer does not reply in time, the decodings of the
-link move to another link, or wait until a link is usable. They continue after the last received character. Everything runs on the
-event loop.
+Each Decoding is pinned to one link. If the link's stream breaks, or the detokenizer does not reply within its Patience, the
+decodings of the link move to another link, or wait until a link is usable. They continue after the last received character.
+Everything runs on the event loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 MAX_BREAKS = 16
 # Limit of Decoding.lost. Above it, the decoding fails, because perhaps no detokenizer can decode its ids.
 MAX_LOST = 3
-SILENCE_S = 5.0  # seconds without a reply to a batch after which a detokenizer is lost; it replies to each batch at once
+SILENCE_S = 5.0  # seconds without a reply to a batch after which a detokenizer is lost; it replies to each batch immediately
 MAX_IN_FLIGHT = 2  # limit of batches without a reply: one is on its way while the other is decoded
 # Limit of ids per batch, including replayed ids and characters of stop strings. A batch of a single row may exceed it. The limit
 # keeps replies fast even if all decodings of a lost detokenizer arrive together.
@@ -395,7 +395,7 @@ class DetokPool:
         await self._replicas.run()
 
     def touch(self, decoding: Decoding) -> None:
-        """Queues new ids or the finish of a decoding for its detokenizer."""
+        """Queues new ids or the finish of a decoding for its detokenizer. Has no effect if its ids may wait for more ids."""
         if decoding.may_wait:
             return
         if decoding.stream is not None:

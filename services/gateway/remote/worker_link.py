@@ -108,7 +108,7 @@ class WorkerLink(Generic[Open]):
         self.last_info: worker_pb2.WorkerInfo | None = None
         self.load: worker_pb2.WorkerLoad | None = None  # last load of the current stream, or None if no load has arrived
         self.load_at = 0.0  # time at which the last load arrived
-        self.draining = False  # the worker has announced its end; reset by the next hello
+        self.draining = False  # the worker takes no new requests, by its last load or a refusal; False again after a reconnect
         self.paused = False  # an operator has paused the worker, by the last load of any stream
         self.was_connected = False  # the link has been connected at least once
         # State of the link

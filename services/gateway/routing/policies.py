@@ -287,7 +287,7 @@ class SharingMeter:
 
     @property
     def is_shared(self) -> bool:
-        """Whether at least one in ten of the last decisions had a match."""
+        """Whether at least 10 % of the recent decisions had a match, as an exponential average."""
         return self._share >= _SHARING_SHARE
 
     def decided(self, matched: bool) -> None:

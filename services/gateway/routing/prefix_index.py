@@ -230,7 +230,7 @@ class PrefixIndex:
     def match_ends(self, hashes: Sequence[bytes]) -> NDArray[np.int64]:
         """Returns int64[num_owners]: the number of leading blocks after which a prefix hit of each live owner can end.
 
-        Owners mark these blocks with end_mark(). The result is 0 for owners without marks. Only devices count.
+        Owners mark these blocks with end_mark(). The result is 0 for owners without marks. Only blocks on the device count.
         """
         return self._leading_ends(hashes, self._tiers[:1])
 

@@ -1,7 +1,7 @@
 """Tests whether a worker can compute a token.
 
-A busy worker that completes steps passes the test. An idle worker gets a request for one token. So the probe never waits for
-other requests.
+The test passes if a worker has completed a step within RECENT_S, or if a usable worker is busy and does not hang. Otherwise, an
+idle worker gets a request for one token. So the probe never waits for other requests.
 """
 
 from __future__ import annotations

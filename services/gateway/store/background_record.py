@@ -46,10 +46,10 @@ class BackgroundOrder:
     ends_at: int  # Unix seconds; deadline of the response
     model: str  # served name
     asked: Mapping[str, Any]  # request body without its input
-    rendered_end: str  # last characters of the rendered chat, see Prompt
+    rendered_end: str  # last characters of the rendered chat, see PromptInput
     context_bytes: int  # stored bytes of the earlier responses that this response continues
     tokenizer: str = ""  # tokenizer that made the ids of the prompt
-    formats: Sequence[str] | None = None  # names of the tool and reasoning formats, see Parsing
+    formats: Sequence[str] | None = None  # names of the formats of tool calls and of reasoning, see OutputFormats
     reasoning_marks: Sequence[int] = ()  # token ids of the opening and the closing mark of reasoning, see Parsing
     context_len: int = 0  # context length of the model in tokens
     defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters by name

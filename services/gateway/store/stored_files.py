@@ -26,7 +26,7 @@ class StoredFile:
     chunks: int = 0  # number of chunks; 0 for a result file
     batch: str = ""  # id of the batch of a result file; "" for any other file
     part: str = ""  # OUTPUT or ERRORS for a result file
-    lines: int = 0  # number of the last line of the batch's input
+    lines: int = 0  # number of the last line of the batch's input; 0 for any other file
 
     def dumped(self) -> bytes:
         return orjson.dumps(asdict(self))

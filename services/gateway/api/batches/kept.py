@@ -157,4 +157,4 @@ class BatchRecords:
 
 
 def _no_such_place() -> ApiError:
-    return bad_request("after", "'after' is the id of no object in the list. The object may have expired.")
+    return bad_request("after", "No object in the list has the id in 'after'. The object may have expired.")

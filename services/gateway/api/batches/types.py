@@ -28,7 +28,7 @@ class ExpiresAfter(Body):
 
 
 class FileForm(Body):
-    """Fields of the form of an upload.
+    """Fields of the form with which a client uploads a file.
 
     A client sends `expires_after` as the fields expires_after[anchor] and expires_after[seconds].
     """

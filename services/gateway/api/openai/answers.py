@@ -59,7 +59,7 @@ class RequestTimeline(ResponseModel):
         description="Seconds between the arrival at the worker and the first step."
     )
     cached_tokens: Count = Field(description="Cached prompt tokens, as in usage.")
-    workers: list[str] = Field(description="Workers that computed a choice, in order.")
+    workers: list[str] = Field(description="Ids of the workers to which a choice was sent, in the order of the first sends.")
     retractions: Count = Field(description="Number of times that a choice lost its KV pages to other requests.")
     drafted_tokens: Count = Field(description="Draft tokens that the model verified.")
     accepted_tokens: Count = Field(description="Draft tokens that were accepted.")

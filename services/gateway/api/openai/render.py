@@ -103,8 +103,8 @@ class ChatRenderer(_ChoicesRenderer):
     async def chunk(self, delta: Delta) -> bytes:
         """Returns one event per parsed piece of the delta: text, reasoning or a part of a call.
 
-        The first event has the log probabilities and token ids of the whole delta. If the choice has ended, the last event has
-        the finish reason.
+        The first of these events has the log probabilities and token ids of the whole delta. If the choice has ended, the last
+        event has the finish reason.
         """
         role = self._role_chunk(delta) if delta.first else b""
         if not delta.text and delta.ending is None:

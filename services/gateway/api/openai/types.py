@@ -170,7 +170,9 @@ class ChatCompletionRequest(ThinkingBody, GenerationBody):
 class CompletionRequest(GenerationBody):
     prompt: Prompt
     add_special_tokens: bool | None = Field(
-        None, description="Whether the tokenizer adds special tokens to a prompt that is text. Default true."
+        None,
+        description="Whether the tokenizer adds special tokens to a prompt that is text. Default true; false for a session turn"
+        " that continues an earlier turn.",
     )
     max_tokens: int | None = parameter("max_tokens", Api.COMPLETION)
     best_of: int | None = parameter("best_of", Api.COMPLETION)
@@ -182,7 +184,8 @@ class CompletionRequest(GenerationBody):
         None,
         ge=0,
         le=limits.MAX_TOP_LOGPROBS,
-        description="Number of most likely tokens to return per output token, besides log probabilities. Null: none.",
+        description="Returns the log probability of each output token, and this number of most likely tokens per output token."
+        " Null: no log probabilities.",
     )
 
 
@@ -205,7 +208,7 @@ class EmbeddingRequest(NamedBody):
         None, ge=1, le=UINT32_MAX, description="Number of leading elements of the vector to return. Default: all."
     )
     normalize: bool | None = Field(
-        None, description="Whether the vector is scaled to length 1. Default: the value of the model's files."
+        None, description="Whether the vector is scaled to length 1. Default: as the model's files say."
     )
 
 

@@ -16,7 +16,7 @@ from rootstock_llm.services.gateway.api.document.answer import (
     absent,
 )
 
-Entry = tuple[Logprob | None, Count, str | None]  # value, token id, text
+Entry = tuple[Logprob | None, Count, str | None]  # log probability, token id, text of the token
 Entries = list[Entry]
 Lists = list[Entries | None]
 Seconds = Annotated[float, Field(ge=0)]

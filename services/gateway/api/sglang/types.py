@@ -144,7 +144,7 @@ class ScoreRequest(PlacedBody):
         None,
         min_length=1,
         max_length=RID_CHARS,
-        description="Request id for abort_request. With several items, it also applies with the suffixes _0, _1, … to each item.",
+        description="Request id for abort_request. If there are several items, each also has this id with a suffix: _0, _1, …",
     )
 
 

@@ -28,23 +28,23 @@ _MODEL = "A name that /v1/models lists. Optional if the server has one model."
 class TokenizeRequest(Body):
     model: str | None = Field(None, description=_MODEL)
     prompt: Texts = Field(description="A text or a list of texts.")
-    add_special_tokens: bool | None = Field(None, description="Default true.")
+    add_special_tokens: bool | None = Field(None, description="Whether the tokenizer adds special tokens. Default true.")
 
 
 class DetokenizeRequest(Body):
     model: str | None = Field(None, description=_MODEL)
     tokens: Ids = Field(description="A list of token ids or a list of such lists.")
-    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    skip_special_tokens: bool | None = Field(None, description="Whether the text omits special tokens. Default true.")
 
 
 class ParseCallRequest(Body):
-    text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="An output with its marks.")
+    text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="Output of a model, with the marks of its calls.")
     tools: list[dict[str, Any]] = Field(description="The tools of the request, in the form of chat completions.")
     tool_call_parser: str = Field(description="Name of the format of the calls, either this server's or SGLang's.")
 
 
 class SeparateRequest(Body):
-    text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="An output with its marks.")
+    text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="Output of a model, with the marks of its reasoning.")
     reasoning_parser: str = Field(description="Name of the format of the reasoning, either this server's or SGLang's.")
 
 
@@ -92,8 +92,9 @@ class WorkerLoad(ResponseModel):
 class WorkerStanding(ResponseModel):
     """A worker that discovery has found.
 
-    All counts are from the worker's last report, and cover the requests of all gateways. They are null while the worker is not
-    connected. Token totals and retractions count from the worker's start.
+    max_running and kv_tokens are limits, which stay after the worker has disconnected. All other counts are from the worker's
+    last load report, and cover the requests of all gateways. They are null while the worker is not connected. Token totals and
+    retractions count from the worker's start.
     """
 
     worker_id: str | None = Field(description="Null if this gateway has never connected to the worker.")
@@ -104,7 +105,7 @@ class WorkerStanding(ResponseModel):
         " requests. hung: its scheduler makes no progress. unused: this gateway sends the worker no requests for a while, for"
         " example after faults. lost: not connected, but was connected before. starting: was never connected."
     )
-    told_s_ago: float | None = Field(description="Seconds since the last report.")
+    told_s_ago: float | None = Field(description="Seconds since the worker's last load report.")
     num_running: Count | None = Field(description="Running requests.")
     num_waiting: Count | None = Field(description="Requests that wait at the worker.")
     max_running: Count | None = Field(description="Maximum number of running requests.")
@@ -141,8 +142,10 @@ class GatewaySurroundings(ResponseModel):
 class GatewayStanding(ResponseModel):
     """State of the gateway that sends this response."""
 
-    waiting: Count = Field(description="Choices that wait for a worker with free capacity.")
-    workers: Count = Field(description="Workers that receive requests.")
+    waiting: Count = Field(
+        description="Choices that wait for a worker with free capacity, and requests that wait for their model's first worker."
+    )
+    workers: Count = Field(description="Workers to which this gateway may send requests.")
     tokenizers: Count = Field(description="Connected tokenizers.")
     detokenizers: Count = Field(description="Connected detokenizers.")
     surroundings: GatewaySurroundings
