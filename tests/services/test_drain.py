@@ -1,4 +1,4 @@
-"""Tests of SIGTERM for tokenizer and detokenizer processes, and of the complete delivery of responses at a server's end."""
+"""Tests of SIGTERM for tokenizer and detokenizer processes, and of the complete delivery of responses when a server stops."""
 
 from __future__ import annotations
 

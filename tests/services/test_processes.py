@@ -41,7 +41,7 @@ def wait_serving(health: health_pb2_grpc.HealthStub, service: str) -> None:
 
 @pytest.mark.parametrize("service", FLAGS)
 def test_process_becomes_ready_and_ends_on_sigterm(service: str) -> None:
-    """A process that listens on all addresses accepts connections of both IP families."""
+    """A process that listens on all addresses accepts connections of each IP family that the machine has."""
     port, metrics_port = free_ports(2)
     process = start(service, port, metrics_port, host=EVERYWHERE)
     try:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 
 class FakeServer:
-    """A server thread. A completion has `max_tokens` tokens, and an event has `tokens_per_chunk` of them."""
+    """A server in its own thread. A completion has `max_tokens` tokens; each event of a stream has `tokens_per_chunk` of them."""
 
     def __init__(self, tokens_per_chunk: int = 1, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []

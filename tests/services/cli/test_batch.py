@@ -126,7 +126,7 @@ def test_batch_command_with_wait_exits_with_failure_when_the_batch_fails(
     assert capsys.readouterr().err == "line 2: no body\n"
 
 
-def test_batch_results_command_prints_or_writes_lines_and_says_why_there_are_none(
+def test_batch_results_command_prints_or_writes_results_and_reports_missing_results(
     batches: Batches, capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
     assert main(["batch", "results", "batch_1"]) == Exit.DONE

@@ -56,7 +56,7 @@ def logprob_of(token: int) -> float:
 
 
 def experts_of(token: int, position: int) -> list[int]:
-    """Returns the fake worker's experts of a token, ROUTED_PER_TOKEN ids."""
+    """Returns the fake worker's experts of a token at a position, ROUTED_PER_TOKEN ids."""
     return [(token * 7 + position * 3 + at) % 300 for at in range(ROUTED_PER_TOKEN)]
 
 
@@ -313,7 +313,7 @@ class Running:
         return finish
 
     def prompt_logprobs(self) -> list[worker_pb2.LogprobRows]:
-        """Returns the prompt's log probabilities in two messages, like a prompt that was computed in chunks."""
+        """Returns the prompt's log probabilities in at most two messages, like a prompt that was computed in chunks."""
         wanted = self.submit.sampling.logprobs
         if not wanted.HasField("prompt_from"):
             return []
@@ -523,7 +523,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         step.handles.append(handle)
         step.counts.append(1)
         step.token_ids.append(token)
-        if request.submit.prediction_ids:  # one accepted prediction token per token, and one rejected per two tokens
+        if request.submit.prediction_ids:  # one accepted prediction token per output token, one rejected per two output tokens
             step.predicted_handles.append(handle)
             step.accepted_prediction_tokens.append(request.num_made)
             step.rejected_prediction_tokens.append(request.num_made // 2)

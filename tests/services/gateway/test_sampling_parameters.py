@@ -26,7 +26,7 @@ MINIMAL_BODIES: dict[Api, dict[str, Any]] = {
     Api.GENERATE: {"text": SECRET},
 }
 # tests/contracts/test_sampling_parameters.py checks type and range of every field of every body. For chat, one row per kind of
-# range is therefore enough here, and all rows that another route names differently.
+# range is therefore enough here. For the other routes, the rows are tested whose field is not inherited (see below).
 ONE_OF_EACH_RANGE = {(row.kind, row.low is not None and row.low < 0, row.high is None): row for row in reversed(PARAMETERS)}
 CHECKED = [
     pytest.param(api, row, id=f"{row.names[api]} of {api}")

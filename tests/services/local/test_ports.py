@@ -9,7 +9,7 @@ import sys
 
 from rootstock_llm.services.local.ports import BLOCKS, free_ports, is_taken
 
-# Claims as many ports as each argument says, then 300 ports that are not in the first claim. Runs until the end of stdin.
+# For each argument, claims that number of ports. Then claims 300 ports outside the first claim. Runs until the end of stdin.
 CLAIM_SCRIPT = """
 import json, sys
 from rootstock_llm.services.local.ports import free_ports
@@ -37,7 +37,9 @@ def test_free_ports_differ_between_processes_and_are_reused_last() -> None:
     with contextlib.ExitStack() as stack:
         others = [claim_in_process(100, 100, 0, 100, stack=stack) for _ in range(3)]
         blocks = [blocks_of(each) for each in [*others, [free_ports(100)]]]
-        assert len(set.union(*blocks)) == sum(map(len, blocks)) >= 7, "processes share no block; a process with 300 ports has two"
+        assert len(set.union(*blocks)) == sum(map(len, blocks)) >= 7, (
+            "processes share no block of ports; a process with 300 ports has two blocks"
+        )
         assert not any(is_taken(port) for each in others for ports in each for port in ports), "a claimed port is not bound"
     for first, second, empty, third, further in others:
         assert len({*first, *second}) == 200 and empty == []

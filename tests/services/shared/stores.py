@@ -23,7 +23,7 @@ PART = 1 << 16  # size of a part of an S3 object
 
 @dataclass
 class ReceivedRequest:
-    """A received request."""
+    """An HTTP request that a Server has received."""
 
     method: str
     path: str  # without the query
@@ -34,7 +34,7 @@ class ReceivedRequest:
 
 @dataclass
 class Answer:
-    """A response."""
+    """An HTTP response of a Server."""
 
     status: int = 200
     body: bytes = b""

@@ -11,7 +11,7 @@ from rootstock_llm.services.tokenizer.render_child import Renderer
 HEADER = {"add_generation_prompt": True, "continue_final_message": False}
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
 ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate.') }}{% endif %}"
-# As in Mistral's templates, messages with calls and results do not count.
+# As in Mistral's templates, messages with tool calls or their results do not count for the alternation of roles.
 ALTERNATE_BUT_CALLS = (
     "{% set ns = namespace(n=0) %}{% for m in rest %}{% if m.role in ['user', 'assistant'] and not m.tool_calls %}"
     "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('Roles must alternate.') }}{% endif %}"

@@ -23,7 +23,7 @@ from tests.services.tokenizer.model_folders import byte_level
 from tests.services.tokenizer.serving import serving
 
 CALLS, CHARS, PEAK_MIB = (6, 15_000_000, 350) if NIGHTLY else (4, 3_000_000, 150)  # the nightly messages need 270 MiB
-LASTING_MIB = 50  # memory that may stay allocated after the requests
+LASTING_MIB = 50  # MiB of memory that may stay allocated after the requests
 CONTEXT = 131_072
 WORDS = "the quick brown fox jumps over the lazy dog "
 LONG = WORDS * 20_000

@@ -237,7 +237,7 @@ def test_admin_route_sends_the_operation_to_the_worker(method: str, path: str, b
 
 @pytest.mark.parametrize(("body", "salt"), [({}, ""), ({"cache_salt": "a"}, "a"), ({"cache_salt": "a", "extra_key": "b"}, None)])
 def test_flush_uses_the_cache_salt_of_the_api_key(body: dict[str, str], salt: str | None) -> None:
-    salted = joined_salt("a", "b") if salt is None else salt  # None: the body has both fields
+    salted = joined_salt("a", "b") if salt is None else salt  # None means that the body has cache_salt and extra_key
     content = json.dumps({"api_key": "team-a", **body}).encode()
     _, worker = call_one_worker("POST", "/flush_cache", content, settings={"salt_cache_by_key": True})
     ((_, sent, _, _),) = worker.calls

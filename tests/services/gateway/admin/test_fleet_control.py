@@ -26,7 +26,8 @@ from tests.services.worker.conftest import CONFIG, Serving, serving
 from tests.services.worker.control.address import control_at
 
 GUARD_S = 180.0
-SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)  # tokens per chunk; with small steps, the limit of a step's time is lowest
+# The step limit of the watchdog is lowest with small steps.
+SMALL_STEPS = replace(CONFIG, chunked_prefill_size=16)
 
 
 class Operated:

@@ -1,4 +1,4 @@
-"""Tests of Anthropic's Messages API with its official client: blocks, streams, tools, thinking, counts and errors."""
+"""Tests of Anthropic's Messages API with its official client: blocks, streams, tools, thinking, token counts and errors."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_client_raises_the_matching_exception_for_each_error_of_the_messages_api
 
 
 def test_input_of_a_tool_call_equals_the_parsed_stream_when_the_output_is_cut(client: Anthropic, set_output: Any) -> None:
-    """The client's own parser reads the pieces of the stream, for random arguments and limits."""
+    """The client's own parser reads the pieces of the stream, for random arguments and values of max_tokens."""
     rng = random.Random(7)
     for _ in range(60):
         text = json.dumps({"a": _value(rng), "b": _value(rng)}, ensure_ascii=rng.random() < 0.5)

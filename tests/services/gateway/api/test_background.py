@@ -37,7 +37,7 @@ OPEN = ("queued", "in_progress")
 
 @pytest.fixture(scope="module", autouse=True)
 def short_intervals() -> Iterator[None]:
-    """Shortens the intervals at which gateways look for work and write events."""
+    """Shortens the intervals at which gateways look for work and write events, and the pauses after failed attempts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background_runner, "LOOK_S", 0.05)
         patch.setattr("rootstock_llm.services.gateway.background.journal.PIECE_S", 0.01)
@@ -333,7 +333,7 @@ def test_background_response_counts_against_max_concurrent_of_the_api_key() -> N
 def test_other_gateway_continues_a_background_response_after_the_last_stored_token(
     system: System, clients: list[OpenAI], store: RedisServer, tokens: int
 ) -> None:
-    """The first gateway is lost within a mark, reasoning, text, a call, or the arguments of a call.
+    """The first gateway is lost within a reasoning mark, reasoning, text, a call, or the arguments of a call.
 
     No event is repeated, and a call keeps its id.
     """

@@ -392,7 +392,7 @@ def test_gateway_records_no_result_when_another_gateway_has_the_lease_of_the_bat
 def test_unreadable_batch_does_not_stop_other_batches(
     system: System, store: RedisServer, client: OpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unknown fields are ignored. A batch of unknown status waits for a gateway that knows the status."""
+    """Unknown fields of a stored batch are ignored. A batch with an unknown status waits for a gateway that knows the status."""
 
     def logged(beginning: str) -> bool:
         messages = [each.getMessage() for each in caplog.records if each.name == batch_runner.__name__]

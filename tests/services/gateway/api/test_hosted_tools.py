@@ -1,4 +1,4 @@
-"""Tests of hosted tools in a request: omitted and named in a header, or refused if the operator's setting says so."""
+"""Tests that hosted tools in a request are omitted and named in a header, or refused if the setting forbids the omission."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def experts_in(answer: dict[str, Any]) -> list[list[int]]:
 
 
 def computed(prompt: str, output: str = ANSWER, first: int = 0) -> list[list[int]]:
-    """Returns the experts of all tokens from `first` on, without those of the last output token, EOS."""
+    """Returns the experts of all tokens from index `first` on, without those of the last output token, EOS."""
     tokens = [*ids_of(prompt), *ids_of(output)]
     return [experts_of(token, at) for at, token in enumerate(tokens)][first:]
 
@@ -123,7 +123,7 @@ def test_experts_of_more_than_32_mib_are_refused() -> None:
 
 
 def test_request_without_limit_of_output_tokens_is_refused_when_the_context_has_more_experts() -> None:
-    """Workers count the rest of the context, and would refuse the request."""
+    """Without max_new_tokens, a worker counts the experts of the whole remaining context and would refuse the request."""
 
     def large(workers: list[FakeWorker]) -> None:
         workers[0].info.context_len = 2 * UNLIMITED_ANSWER_TOKENS
@@ -228,7 +228,7 @@ def test_request_fails_when_the_worker_returns_too_few_experts() -> None:
         assert answer.status_code == 500 and "routed experts" in answer.json()["error"]["message"]
 
 
-def test_stream_of_a_worker_ends_when_experts_end_within_a_token() -> None:
+def test_worker_stream_ends_and_request_moves_when_expert_ids_are_truncated() -> None:
     with System(workers=2, configure=stopped_with_experts) as system:
         client = RawClient(system, "/generate", {**BODY, "stream": False})
         wait_until(lambda: sum(system.running()) == 1, "the submit")

@@ -95,7 +95,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a label outside the vocabulary": ({"label_token_ids": [VOCAB_SIZE]}, "label_token_ids"),
     "a negative label": ({"label_token_ids": [-1]}, "label_token_ids"),
     "a label that is a text": ({"label_token_ids": ["yes"]}, "label_token_ids.0"),
-    "a name of its own": ({"documents": ["a"]}, "documents"),
+    "field of another API": ({"documents": ["a"]}, "documents"),
     "apply_softmax of another type": ({"apply_softmax": "yes"}, "apply_softmax"),
     "a prompt of no tokens": ({"query": "", "items": ["a", ""]}, "items[1]"),
 }

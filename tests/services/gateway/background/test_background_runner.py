@@ -154,7 +154,7 @@ def test_responses_stay_at_the_gateway_after_a_store_outage_longer_than_the_leas
 
 
 def test_background_run_is_not_cancelled_while_writing_the_final_records(server: RedisServer) -> None:
-    """The store has the final records, and the response is still being sent to the client."""
+    """The store has the final records of both responses. Only the run whose `is_finishing` is set is not cancelled."""
 
     async def run() -> None:
         server.client.flushall()

@@ -12,7 +12,7 @@ from rootstock_llm.services.gateway.store.background_record import BackgroundSta
 
 
 class Store:
-    """Counts its calls. Each call takes 10 ms."""
+    """A fake store that counts its reads. Each read takes 10 ms."""
 
     def __init__(self) -> None:
         self.events = [b'{"type":"a"}']

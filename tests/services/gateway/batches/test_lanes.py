@@ -151,7 +151,7 @@ def test_young_lines_are_interrupted_and_repeated() -> None:
 
 
 def test_briefly_queued_interactive_requests_do_not_extend_the_delay_of_a_line() -> None:
-    """The delay of a line also passes while interactive requests queue. Then the line begins once the queue is empty."""
+    """The delay also elapses while interactive requests are in the queue. Then the line begins once the queue is empty."""
 
     async def use(load: Load) -> None:
         load.attendance.begin(True)

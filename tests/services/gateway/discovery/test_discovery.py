@@ -63,7 +63,7 @@ def test_invalid_target_is_refused(text: str) -> None:
 def follow(
     targets: list[str], test: Callable[[Names, list[dict[str, bool]]], object], dns_refresh_s: float = 0.01
 ) -> list[dict[str, bool]]:
-    """Runs a coroutine function while a Discovery runs. Returns all reported endpoints."""
+    """Runs a coroutine function while a Discovery runs. Returns the endpoints of each report."""
 
     async def run() -> list[dict[str, bool]]:
         names, reported = Names(), list[dict[str, bool]]()

@@ -136,7 +136,7 @@ def test_prefetches_count_as_requests_and_spread_over_decode_workers() -> None:
 
 
 def test_decode_worker_reserves_the_last_slot_for_a_prefetch() -> None:
-    """The slot also stays reserved while requests whose prompts are computed wait at the gateway."""
+    """The slot also stays reserved while requests with computed prompts wait at the gateway."""
 
     def configure(workers: list[FakeWorker]) -> None:
         workers[0].allow(0)

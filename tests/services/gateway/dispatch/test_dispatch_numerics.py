@@ -13,7 +13,7 @@ from tests.services.gateway.system import System, wait_until
 
 
 def with_numerics(*numerics: str) -> Callable[[list[FakeWorker]], None]:
-    """Gives the workers these fingerprints. They compute no step until allow()."""
+    """Returns a function that gives the workers these fingerprints of their numerics. They compute no step until allow()."""
 
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)
@@ -29,7 +29,7 @@ def moves_to_other_numerics(system: System) -> float:
 
 @pytest.mark.parametrize("index", [1, 2])
 def test_request_with_output_moves_to_a_worker_with_equal_numerics(index: int) -> None:
-    """The position of the matching worker does not matter."""
+    """The worker with equal numerics may have any index."""
     fingerprints = ["b"] * 3
     fingerprints[0] = fingerprints[index] = "a"
     with System(workers=3, configure=with_numerics(*fingerprints)) as system:

@@ -22,7 +22,10 @@ SHORT = 4  # disaggregation_min_tokens here: smallest prompt in tokens that a pr
 def with_roles(
     prefill: int = 1, then: Callable[[list[FakeWorker]], None] = lambda workers: None
 ) -> Callable[[list[FakeWorker]], None]:
-    """Makes the first `prefill` workers prefill workers and the other workers decode workers. Then calls `then`."""
+    """Returns a function that makes the first `prefill` workers prefill workers and the others decode workers.
+
+    The function then calls `then`.
+    """
 
     def configure(workers: list[FakeWorker]) -> None:
         for at, worker in enumerate(workers):

@@ -115,7 +115,7 @@ def test_blocks_of_a_worker_are_removed_from_the_prefix_index_after_a_flush() ->
 
 
 def test_hits_in_lower_cache_tiers_are_weighted_by_the_savings_that_workers_report() -> None:
-    """A worker that reports no savings counts with the default; a NaN counts as 0."""
+    """A worker that reports no savings counts with the defaults HOST_SAVES and STORAGE_SAVES. A reported NaN counts as 0."""
     with System(workers=2) as system:
         index = system.gateway.dispatcher.fleet.index
         assert index is not None
@@ -125,7 +125,7 @@ def test_hits_in_lower_cache_tiers_are_weighted_by_the_savings_that_workers_repo
         names = list(split_hashes(block_hashes(root_hash(info.model, info.revision, info.tokenizer, ""), ids)))
 
         def route_with_host_hits(generation: int, saves: tuple[float, float]) -> list[int]:
-            """Returns the worker that gets the next request."""
+            """Sends one request. Returns the number of submits that each worker received for it."""
             before = system.submits()
             for host, share in zip(system.workers, saves, strict=True):
                 load = {} if share < 0 else {"host_saves": share}

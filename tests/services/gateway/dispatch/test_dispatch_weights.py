@@ -23,7 +23,7 @@ LONG_S = 600.0  # long, so that no request ends by a timeout
 
 
 def with_revisions(*revisions: str) -> Callable[[list[FakeWorker]], None]:
-    """Gives the workers these model versions. They compute no step until allow()."""
+    """Returns a function that gives the workers these model versions. They compute no step until allow()."""
 
     def configure(workers: list[FakeWorker]) -> None:
         stopped(workers)

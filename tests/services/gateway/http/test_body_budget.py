@@ -34,7 +34,10 @@ def chat_of(size: int) -> bytes:
 
 
 class Sender:
-    """Sends a request's head with a Content-Length of `size`, and as much of its body as the socket takes without waiting."""
+    """Sends a request's head, and as much of its body as the socket takes without waiting.
+
+    The Content-Length is `size`, or the length of the body if `size` is 0.
+    """
 
     def __init__(self, port: int, body: bytes, size: int = 0) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)

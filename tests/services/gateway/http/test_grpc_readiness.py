@@ -68,7 +68,7 @@ def test_grpc_readiness_does_not_depend_on_other_services_and_ends_when_the_gate
 
 
 def ready(client: httpx.Client) -> tuple[int, list[str], str | None]:
-    """Returns the status and the reasons of /ready, and whether the connection ends with the response."""
+    """Returns the status of GET /ready, its list `missing`, and its header `connection` (None if absent)."""
     answer = client.get("/ready")
     return answer.status_code, answer.json()["missing"], answer.headers.get("connection")
 

@@ -23,7 +23,7 @@ PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}
 
 @contextmanager
 def busy(**settings: Any) -> Iterator[System]:
-    """Yields a system whose worker computes a long step for another gateway, and has sent nothing to this gateway lately."""
+    """Yields a system whose worker has one request of this gateway and computes no step, so that it sends no output."""
     with System(**settings) as system:
         system.allow(0)
         RawClient(system, GENERATE, PROMPT)

@@ -48,7 +48,9 @@ async def answer_of(client: socket.socket) -> bytes:
 @pytest.mark.parametrize("accepted", [True, False])
 def test_stopping_server_serves_connections_from_before_the_stop(sent: int, accepted: bool) -> None:
     async def use(server: http_server.HttpServer, listener: socket.socket, address: tuple[str, int]) -> None:
-        client = socket.create_connection(address)  # the kernel accepts the connection, because the server's loop is blocked
+        client = socket.create_connection(
+            address
+        )  # the kernel accepts the connection, because the server's event loop is blocked
         client.sendall(REQUEST[:sent])
         if accepted:
             await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ LARGE = {"max_tokens": 500, "n": 2, "logprobs": True, "top_logprobs": 20, "ignor
 
 
 class SlowReader:
-    """Sends a request and reads its response byte by byte, with pauses."""
+    """A client that sends a request. Each read_one() reads at most one byte of the response."""
 
     def __init__(self, system: System, body: dict[str, Any]) -> None:
         self._socket = socket.socket()

@@ -180,7 +180,7 @@ def test_mirror_drops_blocks_of_older_generations_after_a_restart_or_a_flush(ser
                 second.cached(CacheEvents(True, blocks(5), ()))
                 await until(lambda: copy.blocks() == {block(5)})
                 assert copy.mirror.leases[WORKER] == second.generation != 2
-                await until(lambda: copy.index.num_blocks == 1), "void blocks are swept"
+                await until(lambda: copy.index.num_blocks == 1)  # the blocks of retired owners are swept
             await until(lambda: copy.mirror.owner_of(WORKER) == -1 or copy.mirror.lease_alive(WORKER) is not True)
 
     run(body)
@@ -216,7 +216,7 @@ def test_mirror_drops_the_blocks_of_a_worker_after_the_lease_of_the_worker_ends(
             now[0] += 2
             await until(lambda: WORKER not in copy.mirror.leases)
             assert copy.blocks() == {block(1)} and copy.mirror.lease_alive(WORKER, 1) is None, (
-                "leases are unknown for a while after a reconnection"
+                "until LEASE_TTL_S after a reconnection, a missing lease does not mean a lost worker"
             )
             now[0] += LEASE_TTL_S
             await until(lambda: copy.blocks() is None)
@@ -434,12 +434,12 @@ def test_events_are_classified_as_new_or_old_or_gap_or_foreign() -> None:
 def test_lease_table_reports_a_lost_lease_only_after_lease_ttl_s() -> None:
     table = LeaseTable()
     table.note_recovery(100.0)
-    assert table.alive("w", 1, 200.0) is None, "a worker without a lease in the table"
+    assert table.alive("w", 1, 200.0) is None, "whether a worker that is not in the table is alive is unknown"
     assert table.update("w", 1) and not table.update("w", 1)
     assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [True, True, None]
     assert table.update("w", None) and not table.update("w", None)
     assert [table.alive("w", generation, 101.0) for generation in (0, 1, 2)] == [None, None, None], (
-        "leases are unknown for a while after a reconnection"
+        "until LEASE_TTL_S after a reconnection, a missing lease does not mean a lost worker"
     )
     settled = 100.0 + LEASE_TTL_S
     assert [table.alive("w", generation, settled) for generation in (0, 1, 2)] == [False, False, None]

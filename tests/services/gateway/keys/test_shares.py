@@ -100,7 +100,10 @@ async def hammer(
     """Sends far more requests than the limit admits.
 
     Args:
-        hold: Whether admitted requests stay open.
+        weights: the relative number of requests of each gateway.
+        tokens: mean size of a request in tokens; 0 if requests do not charge tokens.
+        per_turn: number of requests before each turn of the gateways.
+        hold: whether admitted requests stay open.
     """
     until = gateways.now + seconds
     while gateways.now < until:

@@ -1,4 +1,4 @@
-"""Cuts outputs into pieces, and merges events so that they are equal for all cuts."""
+"""Cuts model outputs into pieces, and merges parser events so that they are equal for all cuts."""
 
 from __future__ import annotations
 

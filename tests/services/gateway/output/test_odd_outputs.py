@@ -64,7 +64,7 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         f'<tool_call>{{"name": "ping", "arguments": {{"a": ]}}}}</tool_call> b {PING}',
         [*call("ping"), Text(" b"), *call("ping", index=1)],
     ),
-    "hermes: broken, and the next without an end before it": (
+    "hermes: broken call without an end before the next call": (
         HERMES,
         f'<tool_call>{{"name": "ping", "arguments": {{]{PING}',
         [*call("ping"), *call("ping", index=1)],
@@ -79,23 +79,23 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         '<tool_call>{"arguments": {"a": 1}, "id": [7], "name": "ping"}',
         call("ping", '{"a": 1}'),
     ),
-    "hermes: arguments in a text": (
+    "hermes: arguments as a JSON string": (
         HERMES,
         '<tool_call>{"name": "ping", "arguments": " {\\"a\\": \\"\\\\u00e9\\\\n \\u00e9\\ud83d\\ude42\\ud83d.\\"}"}',
         call("ping", '{"a": "\\u00e9\\n é🙂\ufffd."}'),
     ),
-    "hermes: arguments in a text, first": (HERMES, '<tool_call>{"arguments": "", "name": "ping"}', call("ping")),
-    "hermes: no object in a text": (
+    "hermes: arguments as a JSON string, before the name": (HERMES, '<tool_call>{"arguments": "", "name": "ping"}', call("ping")),
+    "hermes: a JSON string without an object": (
         HERMES,
         '<tool_call>{"name": "ping", "arguments": "x"}',
         call("ping"),
     ),
-    "hermes: no escapes": (
+    "hermes: invalid escapes": (
         HERMES,
         r'<tool_call>{"arguments": "{\q"}<tool_call>{"arguments": "{\u00g0"}',
         [Text(r'{"arguments": "{\q"}{"arguments": "{\u00g0"}')],
     ),
-    "hermes: halves of a character": (
+    "hermes: separate surrogates": (
         HERMES,
         r'<tool_call>{"arguments": "{\"a\": \"\ud83d\ud83d\ude42\ude42\ud83d\u0041\"}", "name": "ping"}',
         call("ping", '{"a": "\ufffd🙂\ufffd\ufffdA"}'),
@@ -105,7 +105,7 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         '<tool_call>{"id": , "name": "ping"}<tool_call>{"id": 7, "name": "ping"}',
         [Text('{"id": , "name": "ping"}'), *call("ping")],
     ),
-    "hermes: null, and nothing, for arguments": (
+    "hermes: null or no arguments": (
         HERMES,
         '<tool_call>{"name": "ping", "arguments": null}</tool_call><tool_call>{"name": "ping"}</tool_call>',
         [*call("ping"), *call("ping", index=1)],
@@ -128,7 +128,7 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         "<parameter=unit>\nF\n</parameter>\n<parameter=other>\nNone\n</parameter><parameter=last>x{</parameter></function></tool_call>",
         call("get_weather", '{"city": "5", "days": 5, "unit": "F", "other": null, "last": "x{"}'),
     ),
-    "coder: what is no value of its type": (
+    "coder: a value of another type": (
         CODER,
         "<function=get_weather><parameter=days>\nsoon\n</parameter></function>",
         call("get_weather", '{"days": "soon"}'),
@@ -165,7 +165,11 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
         'a {"type": "function", "name": "ping", "parameters": {}} b',
         [Text("a"), *call("ping"), Text(" b")],
     ),
-    "llama: within what is none": (LLAMA, '{"name":{"name": "ping", "parameters": {}}', [Text('{"name":'), *call("ping")]),
+    "llama: a call within a broken call": (
+        LLAMA,
+        '{"name":{"name": "ping", "parameters": {}}',
+        [Text('{"name":'), *call("ping")],
+    ),
     "llama: unknown": (
         LLAMA,
         '{"name": "nope", "parameters": {}}; {"name": "ping", "parameters": {}}',
@@ -207,8 +211,8 @@ ODD: dict[str, tuple[OutputFormats, str, list[Event]]] = {
     "pythonic: code": (PYTHONIC, "<|python_start|>[ping(a=__import__('os'))]<|python_end|>", call("ping")),
     "pythonic: no calls after the mark": (PYTHONIC, "<|python_start|>print(1)", [Text("print(1)")]),
     "mistral: no call": (MISTRAL, "[TOOL_CALLS] maybe", [Text(" maybe")]),
-    "mistral: a list that ends in none": (MISTRAL, '[TOOL_CALLS][{"name": "ping"}, 5] b', [*call("ping"), Text("5] b")]),
-    "mistral: a list that breaks": (
+    "mistral: a list whose last item is no call": (MISTRAL, '[TOOL_CALLS][{"name": "ping"}, 5] b', [*call("ping"), Text("5] b")]),
+    "mistral: a list with a broken call": (
         MISTRAL,
         '[TOOL_CALLS][{"name": "ping", "arguments": {]}}] b',
         [*call("ping"), Text(" b")],

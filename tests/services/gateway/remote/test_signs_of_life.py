@@ -37,7 +37,7 @@ def machine(answers: bool) -> Iterator[str]:
 
 
 async def ends(work: Coroutine[Any, Any, Any], within_s: float) -> Any:
-    """Returns the result of a coroutine (True for an empty result), or None if the coroutine has not ended in time."""
+    """Returns the result of a coroutine (True for a false result), or None if the coroutine does not end within `within_s`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             return await work or True

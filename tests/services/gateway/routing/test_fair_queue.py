@@ -75,7 +75,7 @@ def names(queue: FairQueue[Item]) -> list[str]:
         ("a1:-1 b1:-5 c1", "c1 a1 b1"),
         ("a1:1 a2:1 b1 b2 a3:0", "a1 a2 b1 b2 a3"),
     ],
-    ids=["first in first out", "keys alternate", "priority first", "priorities below 0", "one counter for all priorities"],
+    ids=["first in first out", "API keys alternate", "priority first", "priorities below 0", "one counter for all priorities"],
 )
 def test_queued_items_are_offered_in_fair_order(arrivals: str, order: str) -> None:
     assert Server(filled(*named(arrivals))).drain() == order.split()
@@ -146,8 +146,9 @@ def test_item_that_is_in_the_queue_cannot_be_added_again() -> None:
         ("a1:1 a2:1 a3:1 b1", "c1", None),
     ],
     ids=[
-        "higher priority", "key without items", "key with fewer items", "key with as many items", "same key", "lower priority",
-        "all keys have one item", "lowest priority before most items", "items of higher priority do not count",
+        "higher priority", "API key without items", "API key with fewer items", "API key with as many items", "same API key",
+        "lower priority", "all API keys have one item", "lowest priority before most items",
+        "items of higher priority do not count",
     ],
 )  # fmt: skip
 def test_new_item_displaces_another_item_when_the_queue_is_full(waiting: str, arrival: str, displaced: str | None) -> None:
@@ -165,7 +166,11 @@ def test_new_item_displaces_another_item_when_the_queue_is_full(waiting: str, ar
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 1)), max_size=80))
 def test_api_keys_share_a_full_queue_evenly(arrivals: list[tuple[str, int]]) -> None:
-    """The refused or displaced item has the lowest priority, and its key has the most items of that priority."""
+    """The refused or displaced item has the lowest priority.
+
+    A displaced item belongs to the API key with the most items of this priority. The API key of a refused new item may have one
+    item less.
+    """
     queue: FairQueue[Item] = FairQueue(8)
     for key, priority in arrivals:
         item, before = Item(key, priority=priority), list(queue)
@@ -337,7 +342,7 @@ def test_fair_queue_limits_the_size_of_the_heaps() -> None:
 
 
 class NaiveQueue:
-    """The rules of FairQueue without levels and heaps."""
+    """A plain implementation of FairQueue's rules, without levels and heaps, for comparison."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []

@@ -115,7 +115,9 @@ class AgainstModel(RuleBasedStateMachine):
         for number in self.tiers:
             self.index.retire(number)
         self.index.sweep(1000)
-        assert self.index.num_blocks == 0 and len(self.index.reach(CHAINS[0])) == 1, "no block is below the device"
+        assert self.index.num_blocks == 0 and len(self.index.reach(CHAINS[0])) == 1, (
+            "without blocks, reach() has only the device tier"
+        )
 
 
 TestAgainstModel = AgainstModel.TestCase
@@ -144,7 +146,7 @@ def test_prefix_match_has_depth_0_when_the_prompt_is_empty() -> None:
 def test_hit_ends_after_the_last_marked_block_of_the_leading_blocks(
     blocks: list[tuple[int, set[int]]], prompt_blocks: int
 ) -> None:
-    """`blocks` has for each owner the number of leading blocks, and the marked blocks. An owner may lack a marked block."""
+    """`blocks` has for each owner the number of leading blocks and the indices of the marked blocks, which the owner may lack."""
     index, chain = PrefixIndex(), CHAINS[0]
     for name, (length, marked) in enumerate(blocks):
         index.stored(index.owner(str(name), 0), [*chain[:length], *(end_mark(chain[at]) for at in marked)])

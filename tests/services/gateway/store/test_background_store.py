@@ -218,7 +218,7 @@ def test_background_store_refuses_writes_without_the_lease(server: RedisServer) 
 
 @pytest.mark.by_day(one_in=2)
 def test_number_of_takeovers_counts_gateways_that_lost_the_response_without_release(server: RedisServer) -> None:
-    """release() subtracts 1 from the number, and a gateway that runs the response for long resets the number."""
+    """release() subtracts 1 from the number, and a gateway that runs the response for SURVIVED_S resets the number."""
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:
         takes, lease = [], await begin(store)
@@ -261,7 +261,7 @@ def test_cancellation_takes_the_lease_from_the_gateway_with_the_lease(server: Re
 
 @pytest.mark.by_day(one_in=2, seed=2)
 def test_unreadable_response_is_ended_after_several_takeovers(server: RedisServer) -> None:
-    """A response without a record ends too. Reading a record does not shorten its lifetime."""
+    """take() also ends a response that has no record. Reading a record does not shorten the lifetime of the record."""
 
     async def use(store: BackgroundStore, records: RedisStore) -> None:
         lease, other = await begin(store), await begin(store, order("resp_b"))

@@ -222,7 +222,7 @@ def test_refused_request_releases_the_kv_reservation_and_prefetch(monkeypatch: p
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Waits for the condition for at most 60 seconds, which is less than the lifetime of a prefetch."""
+    """Waits for the condition for at most 60 seconds."""
     async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.01)

@@ -333,7 +333,7 @@ def test_compiler_process_and_compiling_threads_have_the_niceness_of_the_worker(
 
 
 def test_compiler_process_has_its_own_session_of_low_priority(shared: tuple[CompiledBook, Messages]) -> None:
-    """Linux may divide CPU time between sessions first (autogroups). The file is missing if the kernel does not."""
+    """Linux may divide CPU time between sessions first (autogroups). Otherwise, /proc/PID/autogroup is missing."""
     shared[0].pool.warm_up()
     pid = shared[0].pool.compiler_pid
     assert pid is not None and os.getsid(pid) == pid

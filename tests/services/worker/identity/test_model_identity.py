@@ -79,7 +79,8 @@ def test_revision_depends_on_the_form_of_quantized_weights_only(tmp_path: Path, 
     folder = make_folder(tmp_path / "model")
     forms = [weight_form(scheme, head) for scheme in ("auto", "int8", "int4") for head in (False, True)]
     assert len({revision_of(folder, form) for form in forms}) == len(forms)
-    # Releases before quantization compute this revision, so that an update moves answers to new workers.
+    # Releases without quantization compute this revision. It must stay equal, so that an update can move requests with output
+    # to new workers.
     assert revision_of(folder) == "51f7fa91ce73220cb3db0217483ee2d0"
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     quantized = revision_of(folder)
@@ -112,7 +113,7 @@ def served_folder(path: Path) -> Path:
 
 
 def test_workers_with_other_forms_of_one_folder_have_other_versions_and_block_hashes(tmp_path: Path) -> None:
-    """Prefix index, tiers, KV transfers and replays compare these values."""
+    """Prefix index, tiers, KV transfers and replays compare model versions and block hashes."""
     folder, versions, roots = served_folder(tmp_path / "model"), [], []
     for form in ({}, {"quantization": "int8"}, {"quantization": "int8"}, {"quantize_head": True}):
         settings = WorkerSettings(model=str(folder), executor="fake", **form)  # type: ignore[arg-type]

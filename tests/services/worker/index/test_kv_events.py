@@ -566,7 +566,7 @@ def metrics(port: int) -> str:
 
 @pytest.mark.parametrize("has_states", [False, True], ids=["attention", "recurrent layers"])
 def test_worker_process_publishes_the_blocks_of_cached_prompts(server: RedisServer, has_states: bool, tmp_path: Path) -> None:
-    """The expected names are computed as in a gateway, from the worker's WorkerInfo.
+    """The expected block names are computed as in a gateway, from the worker's WorkerInfo.
 
     If the model has states, the names include end marks.
     """
@@ -674,7 +674,7 @@ def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: 
 
 
 def test_block_names_follow_the_weights_after_a_resume(server: RedisServer, tmp_path: Path) -> None:
-    """The new revision arrives on the open stream, and all blocks published later carry the new names."""
+    """The new revision arrives on the open stream, and all blocks published later have names that depend on it."""
     folder = tmp_path / "model"
     folder.mkdir()
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
