@@ -148,7 +148,7 @@ class Machine:
         return f"{programs}:{os.environ['PATH']}"
 
     def _mounts(self, pod: PodTemplate) -> dict[str, Path]:
-        """Returns folders by mount path, longest path first. A model cache is the repository's folder `models`."""
+        """Returns folders by mount path, longest path first. Volumes that pods cannot write are the repository's `models`."""
         kinds = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}
         found: dict[str, Path] = {}
         for container in pod.containers():
@@ -206,7 +206,7 @@ def _read_only(writable: list[Path]) -> list[str]:
 
 
 def _file_systems() -> list[str]:
-    """Returns the mount points of this machine's file systems, without those of the kernel (/proc, /dev, /sys)."""
+    """Returns the mount points of this machine's file systems outside /proc, /dev, /sys and /run."""
     mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     return sorted({path for path in mounted if Path(path).is_dir() and not path.startswith(("/proc", "/dev", "/sys", "/run"))})
 

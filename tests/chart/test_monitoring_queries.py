@@ -158,7 +158,10 @@ WANTED = (  # expressions that have results only after two scrapes, or after one
 
 
 def load(system: System) -> None:
-    """Sends requests of two conversations, which may go to one worker."""
+    """Sends requests of two conversations, which may go to one worker.
+
+    Also disconnects one request early, and sends one for an unknown model.
+    """
 
     def ask(number: int) -> int:
         prompt = f"Conversation {number % 2}: " + f"{number % 2} went to the market and bought a gateway. " * 40

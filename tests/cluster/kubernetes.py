@@ -35,7 +35,7 @@ def run(*command: str, given: str = "", env: Mapping[str, str] | None = None, li
     """Runs a command and returns its stdout.
 
     Raises:
-        CommandFailed: the command failed or did not end in time.
+        CommandFailed: the command failed or did not end within limit_s.
     """
     try:
         done = subprocess.run(

@@ -214,7 +214,7 @@ class Load:
 
 
 def load_on(release: Release, streams: int, urls: Urls | None = None, **more: Any) -> Load:
-    """Returns a load on a release. Failures record the state of the gateway.
+    """Returns a load on a release. The first failure of each kind records the state of the gateway.
 
     Args:
         urls: returns the gateways' URLs; by default, those of all ready gateways.

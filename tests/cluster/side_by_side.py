@@ -28,7 +28,7 @@ def side_by_side(jobs: Mapping[str, Callable[[], T]], at_once: int) -> Iterator[
 
 
 def result_of(job: Future[T]) -> T:
-    """Returns the result of a job or raises its exception. Raises AssertionError if the job does not end in time."""
+    """Returns the result of a job or raises its exception. Raises AssertionError if it does not end within JOB_S."""
     try:
         return job.result(JOB_S)
     except FutureTimeout:

@@ -24,7 +24,12 @@ ADDRESSES = ("tokenizers", "detokenizers", "workers")
 
 
 def settings_of(name: str) -> BaseSettings:
-    """Returns the settings that the service reads from its environment. Raises ValueError for an unknown or wrong variable."""
+    """Returns the settings that the service reads from its environment.
+
+    Raises:
+        AssertionError: a variable does not begin with ROOTSTOCK_.
+        ValueError: a variable that begins with ROOTSTOCK_ is unknown or has a wrong value.
+    """
     given = {str(variable): str(value) for variable, value in PARTS[name]["environment"].items()}
     unknown = [variable for variable in given if not variable.startswith("ROOTSTOCK_")]
     assert not unknown, unknown

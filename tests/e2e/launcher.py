@@ -35,6 +35,8 @@ class Launcher:
 
         Args:
             flags: flags of the launcher, added to those of this class.
+            env: environment variables, added to those of this process.
+            port: the gateway's port; 0 for a free port.
             after: last flags, which override earlier ones.
             checkout: folder of the code that runs.
         """

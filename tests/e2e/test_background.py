@@ -37,7 +37,10 @@ by_night = pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs onl
 
 
 class Follower:
-    """A client that reads a response's stream to its end. After an error, it resumes the stream at the next gateway."""
+    """A client that reads a response's stream to its last event.
+
+    After an error or an early end, it resumes the stream at the next gateway.
+    """
 
     def __init__(self, clients: Sequence[OpenAI], response_id: str) -> None:
         self._clients = clients
@@ -53,7 +56,7 @@ class Follower:
 
     def join(self) -> None:
         self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive(), f"the stream of {self._id} did not end in time"
+        assert not self._thread.is_alive(), f"the stream of {self._id} did not end within {PATIENCE_S:.0f} s"
 
     def _follow(self) -> None:
         turn = 0

@@ -44,7 +44,10 @@ def document(client: httpx.Client) -> dict[str, Any]:
 
 
 def in_order(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Returns (method, path, operation) of all operations: first those that create objects, then readers, then deletions."""
+    """Returns (method, path, operation) of all operations.
+
+    First come the operations without a path parameter, which create the objects. GET follows, then POST and PUT, last DELETE.
+    """
     found = [
         (method, path, item[method])
         for path, item in document["paths"].items()

@@ -25,10 +25,10 @@ SLOTS = 16  # concurrent requests of the only worker of the `shared` fleet
 MODEST = 9  # number of modest clients
 ARRIVALS = 9  # requests per modest client
 EVERY_S = 0.6  # seconds between two requests of a modest client
-LATE_S = 1.5  # a response counts as in time until this many seconds after ARRIVALS * EVERY_S
+LATE_S = 1.5  # seconds after ARRIVALS * EVERY_S at which the responses are counted
 TOKENS = 30
 FAIR_SHARE = 0.9
-GREED = 200  # concurrent requests of the greedy client, about fifty times as many as those of a modest client
+GREED = 200  # concurrent requests of the greedy client; a modest client has about one
 
 
 def completion(number: int, max_tokens: int) -> Case:
@@ -109,7 +109,7 @@ def shared(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_modest_clients_keep_a_fair_share_despite_a_greedy_client(shared: Fleet) -> None:
-    """The greedy client may reduce, by at most a tenth, the number of responses that modest clients get in time."""
+    """The greedy client may reduce, by at most a tenth, the number of responses that modest clients get before the count."""
     with Clients(shared.urls) as clients:
         alone = served_to_the_modest(clients)
         over = threading.Event()
@@ -118,7 +118,7 @@ def test_modest_clients_keep_a_fair_share_despite_a_greedy_client(shared: Fleet)
         beside = served_to_the_modest(clients)
         over.set()
         greedy.wait()
-    print(f"{MODEST} modest clients: {alone} responses in time without the greedy client, {beside} with it")
+    print(f"{MODEST} modest clients: {alone} responses before the count without the greedy client, {beside} with it")
     assert beside >= FAIR_SHARE * alone
     assert not [exchange.error for exchange in greedy.exchanges if exchange.error], (
         "requests of the greedy client must wait and succeed"

@@ -1,4 +1,4 @@
-"""Gateway, tokenizer and detokenizer need less than 200 MB of memory each, and no torch."""
+"""Gateway, tokenizer and detokenizer need less than 200 MiB of memory each, and no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.meta_path.insert(0, Block())
 LIGHT = ("gateway", "tokenizer", "detokenizer")
 
 
-def test_light_services_run_without_torch_in_under_200_mb(tmp_path: Path) -> None:
+def test_light_services_run_without_torch_in_under_200_mib(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
     system = System(tmp_path / "logs")
     for name in LIGHT:
@@ -28,4 +28,4 @@ def test_light_services_run_without_torch_in_under_200_mb(tmp_path: Path) -> Non
             status, answer = system.post("/v1/chat/completions", body)
             assert status == 200, answer
         for name in LIGHT:
-            assert system.resident_mb(name) < 200, f"{name}: {system.resident_mb(name):.0f} MB"
+            assert system.resident_mb(name) < 200, f"{name}: {system.resident_mb(name):.0f} MiB"

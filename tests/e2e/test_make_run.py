@@ -88,7 +88,10 @@ def test_output_of_make_run_equals_the_recorded_file(tmp_path: Path) -> None:
 
 
 def vectors_of(folder: Path) -> None:
-    """Removes the LM head from a copy of the demo model, so that the model only gives embeddings."""
+    """Writes the demo model's files into `folder` as a Qwen3Model.
+
+    This architecture has no LM head, so the model only gives embeddings.
+    """
     tensors = load_file(DEMO / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((DEMO / "config.json").read_text()) | {"architectures": ["Qwen3Model"]}

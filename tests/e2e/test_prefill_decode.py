@@ -56,7 +56,8 @@ def test_mixed_requests_get_the_results_of_one_worker(tmp_path: Path, plain_answ
         wrong = [ASKS[index].kind for index, got in zip(order, answers, strict=True) if essence(got) != expected[index]]
         assert wrong == []
         assert system.metric("decode-0", "rootstock_worker_kv_read_bytes_total", transport="shm") > 0
-        # Scores, embeddings and an echo without output end with their prompt, so they are not handed over. Nor are short prompts.
+        # Scores, embeddings and an echo without output end with their prompt, so they are not handed over. Short prompts are not
+        # handed over either.
         generating = [ask for ask in ASKS if ask.kind not in ("score", "embedding", "echo")]
         assert pulled(system) > 0
         assert system.metric("gateway", "rootstock_gateway_handovers_total") >= len(generating) / 3
@@ -125,7 +126,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 async def _answers(system: System, asked: list[dict[str, Any]], url: str = "") -> list[httpx.Response]:
-    """Sends all requests at once and returns the responses.
+    """Sends all requests, at most AT_ONCE at a time, and returns the responses.
 
     Args:
         url: URL of the gateway; "" for the first one.

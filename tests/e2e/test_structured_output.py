@@ -358,7 +358,7 @@ def kill_in_the_middle(system: System, victim: int) -> bool:
 
 
 def slow_to_compile(marker: str) -> dict[str, Any]:
-    """Returns a schema that takes about a second to compile, so that a test can kill the compiler in time."""
+    """Returns a schema that takes about a second to compile, so that a test can kill the compiler before it is done."""
     return {"enum": [f"{marker}-{index * 7919 % 100_003}" for index in range(10_000)]}
 
 
