@@ -29,7 +29,7 @@ MODEL = Path(__file__).resolve().parents[1] / "models/demo"
 BATCH = 50
 CHAT_TURNS = (2, 3, 8)
 TOOL_KINDS = {"one": 41, "chain": 34, "plain": 25}
-LONG_SENTENCES = (70, 180)
+LONG_SENTENCES = (70, 180)  # smallest and largest number, of about 16 tokens each
 MAX_NEW_TOKENS = 320
 AT_ONCE = 8  # requests to a server at once
 
@@ -148,7 +148,7 @@ def follow(answer: Answer, scenes: list[Scene]) -> list[str]:
 
 
 def tool_accuracy(answer: Answer, kind: str, questions: int, rng: Random) -> tuple[float, str]:
-    """Returns the share of questions with the right calls in order and the right answer.
+    """Returns the share of questions with the right calls in order and the right answer, and the fault of a wrong one.
 
     Training never shows the words of these tools.
     """
@@ -159,7 +159,10 @@ def tool_accuracy(answer: Answer, kind: str, questions: int, rng: Random) -> tup
 
 
 def long_accuracy(answer: Answer, role: str, questions: int, rng: Random) -> tuple[float, str]:
-    """Returns the accuracy for questions that follow 1,000 to 2,700 tokens of other text in a message of `role`."""
+    """Returns the share of right answers, and the last wrong answer with its question; "" if all are right.
+
+    The questions follow LONG_SENTENCES sentences of other text, in the same user message or after a system message (`role`).
+    """
     right, wrong = 0, ""
     for batch in batches([(name, *sample_held_out(name, rng)) for name in rng.choices(list(TASKS), k=questions)]):
         texts = [long_message(rng, rng.randint(*LONG_SENTENCES)) for _ in batch]

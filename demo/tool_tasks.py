@@ -288,7 +288,7 @@ def ask_chain(rng: Random, known: list[Relation]) -> Question:
 
 
 def ask_missing(rng: Random, words: Words) -> Question:
-    """Asks for something that no tool of the scene knows."""
+    """Asks for an attribute that no tool of the scene returns. The question has no calls, and its answer is UNKNOWN."""
     what = f"the {words.attribute()} of {entity(rng)}"
     return Question(rng.choice(ASKS).format(what), (), UNKNOWN)
 

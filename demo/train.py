@@ -44,10 +44,11 @@ VOCABULARY = 1280
 END_OF_DOCUMENT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 IGNORED = -100
-SHORT_ROW, LONG_ROW = 512, 3072
+SHORT_ROW, LONG_ROW = 512, 3072  # tokens of a row
 WARMUP_STEPS = 50
 TOOLS_SHARE, LONG_MESSAGE_SHARE = 0.55, 0.35
 LONGEST_MESSAGE = 180  # sentences of about 16 tokens each
+# Numbers of turns, from which that of each conversation is drawn.
 SHORT_ROW_TURNS, LONG_ROW_TURNS = (1, 1, 1, 1, 1, 1, 2, 2, 3, 4), (1, 1, 1, 2, 2, 3, 4, 6, 12)
 
 

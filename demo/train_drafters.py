@@ -196,8 +196,11 @@ class Teacher:
 def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor, float]:
     """Returns the cross entropy to the teacher's probabilities, and the share of positions with the same likeliest token.
 
-    With `ids`, only the teacher's probabilities of these tokens count. Positions at which the teacher prefers another token
-    therefore have little influence.
+    Args:
+        logits: the learner's logits, [n, V], or [n, number of ids].
+        said: the teacher's log probabilities, [n, V].
+        ids: tokens of the learner's vocabulary; None: all. Only the teacher's probabilities of these tokens count. Positions at
+            which the teacher prefers another token therefore have little influence.
     """
     likely = said.argmax(-1)
     if ids is not None:
@@ -212,7 +215,7 @@ def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor
 def head_loss(
     head: Eagle3 | Mtp, target: Qwen3ForCausalLM, taught: tuple[list[Tensor], Tensor, Tensor], batch: Batch, ids: Tensor | None
 ) -> tuple[Tensor, list[float]]:
-    """Returns the loss over DEPTH draft tokens after each token of the assistant.
+    """Returns the loss over DEPTH draft tokens after each token of the assistant, and per depth the share of divergence().
 
     Only the entries that draft tokens of the assistant are computed completely. Rows are padded to the largest number of these
     entries in a row.

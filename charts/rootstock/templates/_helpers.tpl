@@ -31,8 +31,8 @@ Names, labels and images. Most helpers take a "scope", a dict of
 {{- end }}
 
 {{/* JSON list of {name, slug, path, source, size, cached, filled, tokenizer, detokenizer, worker}, with the models' overrides.
-cached: the model is in the model cache, or is its whole content; filled: the operator provides the cache's content, so the chart
-downloads nothing; size: of files/model-sizes.yaml, overridden by the entry's. */}}
+cached: the model is in the model cache, or is its whole content; filled: the operator provides the cache's volume, which may already
+contain the models; size: of files/model-sizes.yaml, overridden by the entry's. */}}
 {{- define "rootstock.models" -}}
 {{- if not (hasKey . "RootstockModels") -}}
 {{- $keys := .Files.Get "files/empty-keys.yaml" | fromYaml -}}

@@ -27,8 +27,8 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* Seconds from a pod's deletion: 8 s of preStop, the drain, and 10 s to end the remaining work. A gateway has no preStop, because it
-waits for preStopSeconds itself. */}}
+{{/* Seconds from a pod's deletion until it is killed: 8 s of preStop, the drain, and 10 s to end the remaining work. A gateway has no
+preStop, because it waits for preStopSeconds itself. */}}
 {{- define "rootstock.pod.gracePeriod" -}}
 {{- if eq .component "gateway" -}}
 {{ max (add .root.Values.drainSeconds .values.preStopSeconds 10) .values.terminationGracePeriodSeconds }}

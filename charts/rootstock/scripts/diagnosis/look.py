@@ -1,6 +1,7 @@
 """Collects the state of a release from the API server, the gateway, Prometheus, Redis and the resolver, with short timeouts.
 
-It changes nothing except one Redis key, which lives for a minute. A failed call is recorded as a fact.
+It changes nothing except one key in each Redis server, which it deletes again; the key expires after a minute. A failed call is
+recorded as a fact.
 """
 
 from __future__ import annotations

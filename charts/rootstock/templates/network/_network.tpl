@@ -1,6 +1,7 @@
 {{/* Parts of NetworkPolicies. */}}
 
-{{/* A policy up to and with its podSelector. Takes {root, component, name}. name: name of the policy; default: the component. */}}
+{{/* The first part of a NetworkPolicy, which ends with its podSelector. Takes {root, component, name}. name: name of the policy;
+default: the component. */}}
 {{- define "rootstock.policy" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
