@@ -50,7 +50,7 @@ class SelectedPages(ControlBody):
     # pages of all salts are flushed.
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     extra_key: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
-    # Name of the API key of these requests. Only with --salt-cache-by-key.
+    # Name of the API key whose requests computed the pages. Allowed only with --salt-cache-by-key.
     api_key: str | None = Field(None, min_length=1, max_length=MAX_KEY_NAME_CHARS)
     # Minimum age in seconds of a flushed page of the storage tier. None: any age.
     older_than_s: float | None = Field(None, ge=0, allow_inf_nan=False)

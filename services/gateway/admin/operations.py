@@ -28,7 +28,7 @@ class AdminResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdminOperation:
-    """A route of the admin port."""
+    """An operation of the admin port, by the RPC that executes it and the type of its body."""
 
     rpc: str  # method of the workers' control service; "" if the gateway itself executes the request
     body: type[AdminBody]  # type of the HTTP request's body
@@ -82,7 +82,7 @@ class AdminOperations:
         timeout_s: float,
         salts_by_key: bool = False,
     ) -> None:
-        """Makes the object.
+        """Prepares to execute operations.
 
         Args:
             timeout_s: Seconds for an operation on one worker, if the request has no timeout.

@@ -57,7 +57,7 @@ class StatusReport:
         detokenizers: Callable[[], int],
         surroundings: Surroundings,
     ) -> None:
-        """Makes the reader.
+        """Makes the reader of the status.
 
         Args:
             tokenizers: Returns the number of connected tokenizers.
@@ -68,7 +68,7 @@ class StatusReport:
         self._surroundings = surroundings
 
     def report(self) -> dict[str, Any]:
-        """Returns the response's fields `workers` and `gateway`.
+        """Returns the fields `workers` and `gateway` of the response to GET /server_info.
 
         Workers are sorted by id. Workers whose id is unknown are last.
         """

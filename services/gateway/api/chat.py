@@ -1,6 +1,6 @@
 """ChatRequest, the form of a chat that is the same for every API, and its preparation for generation.
 
-Every API translates its body into a ChatRequest, and the ChatPreparer turns that into a GenerationRequest. Messages, tools and
+Every API translates its body into a ChatRequest, and the ChatPreparer turns it into a GenerationRequest. Messages, tools and
 variables have the form that chat templates read. The preparation checks the request against the model, has the tokenizer encode
 the prompt, and checks the prompt's length. It calls no worker, and cancelling it needs no cleanup.
 """
@@ -58,7 +58,9 @@ class ChatRequest:
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()  # tools that the chat template writes into the prompt
     variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template besides messages and tools
-    read_variables: Sequence[str] = ()  # names in `variables` that the template must read; otherwise the request is refused
+    read_variables: Sequence[
+        str
+    ] = ()  # names in `variables`; if the chat template does not read one of them, the request is refused
     generation_prompt: bool = True  # whether the prompt ends with the template's beginning of an assistant's message
     continues: bool = False  # whether the output continues the last message
 
@@ -262,7 +264,7 @@ def _generation_of(chat: ChatRequest, model: ModelInfo) -> GenerationParams:
 def switches_of(body: ThinkingBody) -> dict[str, Any]:
     """Returns the template variables that switch reasoning on or off.
 
-    A switch in the form of an object is false if its type is `disabled`, and otherwise true.
+    A switch that is an object means false if its type is `disabled`, and true for any other type.
     """
     return {
         name: value.type != "disabled" if isinstance(value, ThinkingSwitch) else value

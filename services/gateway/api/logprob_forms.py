@@ -195,7 +195,7 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = 0
         self._prefix = prefix.encode()
-        self._at = 0  # index in the prefix, in bytes, behind the last token that was found
+        self._at = 0  # index in the prefix, in bytes, after the last token that was found
         self._missed = 0  # total bytes of the tokens after the last token that was found
 
     def step(self, text: bytes) -> int:

@@ -1,6 +1,6 @@
 """Renews the leases of the background responses that this gateway runs, and takes over responses whose lease is free.
 
-A draining gateway releases its responses at once, because a response may take an hour. Other gateways continue them after the
+A draining gateway releases its responses immediately, because a response may take an hour. Other gateways continue them after the
 stored tokens, whose KV is still in the workers' prefix caches.
 
 While the store is unreachable, leases expire although their gateways are healthy. These gateways renew their leases when the
@@ -79,7 +79,7 @@ class BackgroundRunner:
             make_run: Makes the run of a stored response whose lease this gateway has taken.
             given_up: Takes owner and id of a response that no gateway could read or end. Returns its record with status failed.
             max_runs: Largest number of responses at once, including responses that wait for a worker.
-            is_ready: Returns whether this gateway can serve a response.
+            is_ready: Returns whether this gateway has all connections that a response needs.
         """
         self._store = store
         self._make_run = make_run

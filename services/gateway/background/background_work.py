@@ -55,7 +55,7 @@ class BackgroundWork:
             run: GenerationService.run.
             callers: See RunPorts.
             computed_by: See RunPorts.
-            is_ready: Returns whether this gateway can serve a response.
+            is_ready: Returns whether this gateway has all connections that a response needs.
 
         Raises:
             ValueError: The store's URL is not valid.

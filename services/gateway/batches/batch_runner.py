@@ -206,9 +206,8 @@ class BatchRunner:
             return None
         order = record.order
         is_to_end = record.status is BatchStatus.CANCELLING or self._clock() >= order.expires_at
-        if not is_to_end and self._lacks_api_key(
-            order
-        ):  # released at once, so that a gateway with the API key can take the batch
+        if not is_to_end and self._lacks_api_key(order):
+            # Releases the lease immediately, so that a gateway with the API key can take the batch.
             self._without_key[owner] = order
             await stores.leases.release(lease)
             return None

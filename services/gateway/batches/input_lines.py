@@ -33,7 +33,7 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request of a batch."""
+    """One line of a batch's input, which is one request."""
 
     number: int  # number in the input, from 1
     custom_id: str

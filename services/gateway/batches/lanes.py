@@ -4,8 +4,9 @@ A line needs a lane while it is computed. "Other requests" are the requests that
 
 | situation | number of lanes |
 | --- | --- |
-| no other request is open | `most` |
-| other requests are open | `beside` |
+| no other request since the start of the gateway | `most` |
+| other requests are open, or the last one ended within QUIET_S | `beside` |
+| no other request for QUIET_S | `beside`, then one more per RISE_S, up to `most` |
 | a choice waits for a worker | no line starts |
 
 If another request arrives, lines that have just started are cancelled and computed later.

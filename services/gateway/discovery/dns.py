@@ -42,7 +42,7 @@ async def resolve(name: str, port: int) -> list[str]:
 
 
 class DnsWatch:
-    """The look-ups of one DNS name."""
+    """Looks up one DNS name repeatedly, and reports its addresses."""
 
     def __init__(self, target: DnsTarget, refresh_s: float, lookup: Resolve, changed: Callable[[Endpoints], None]) -> None:
         """Makes the watch.

@@ -43,7 +43,7 @@ RESYNC_S = 600.0  # mean time between two lists, in seconds
 FIRST_PAUSE_S = 0.25  # longest pause in seconds without a failure; doubles with every failure in a row
 LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 10.0  # seconds of failures after which DNS is used; a restarted API server responds earlier
-DENIED = (401, 403)  # statuses after which DNS is used at once
+DENIED = (401, 403)  # statuses after which DNS is used immediately
 
 LoadClient = Callable[[], client.ApiClient]
 _Report = Callable[[Callable[[Any], None], object], object]  # (function to call on the event loop, its argument)
@@ -66,8 +66,8 @@ class KubernetesWatch:
 
         Args:
             changed: Called with new endpoints, on the event loop of run().
-            on_dns_name: Called with the DNS name of the pods when the slices cannot be read, and with None when they can be read
-                again, on the event loop of run().
+            on_dns_name: Called on the event loop of run(): with the DNS name of the pods when the slices cannot be read, and with
+                None when they can be read again.
             load: Makes the client of the Kubernetes API.
             watch_s: See kubernetes_api.WATCH_S.
             resync_s: See RESYNC_S.
@@ -160,7 +160,7 @@ class KubernetesWatch:
                 self._report_endpoints(report)
             self._failures = 0
             if time.monotonic() - began < FIRST_PAUSE_S:
-                self._stopping.wait(FIRST_PAUSE_S)  # avoids a busy loop if the server or a proxy ends each watch at once
+                self._stopping.wait(FIRST_PAUSE_S)  # avoids a busy loop if the server or a proxy ends each watch immediately
 
     def _apply(self, event: dict[str, Any]) -> str:
         """Applies an event. Returns its resource version, after which a watch continues."""

@@ -24,7 +24,7 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 10.0  # seconds
+CALL_TIMEOUT_S = 10.0  # seconds in which a worker must open or close a session
 
 R = TypeVar("R")
 

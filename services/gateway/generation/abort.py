@@ -1,7 +1,7 @@
 """Aborts requests at all gateways, by the name that a client has given to the request.
 
 A request is only at the gateway that the client has called. The gateway that receives an abort therefore runs the abort itself,
-and also sends it to all other gateways concurrently. The report names the gateways that do not respond in time.
+and also sends it to all other gateways concurrently. The report lists the gateways that could not be reached.
 """
 
 from __future__ import annotations

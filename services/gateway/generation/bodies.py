@@ -153,7 +153,7 @@ class BodyBudget:
             gone: Returns when the client has closed its connection.
 
         Raises:
-            ApiError: Status 503. The bytes were not free in time, or too many bodies wait.
+            ApiError: Status 503. The bytes were not free within body_wait_s, or too many bodies wait.
             ClientGone: The client has closed its connection.
         """
         if pool.try_reserve(size, owned):

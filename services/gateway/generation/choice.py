@@ -115,7 +115,7 @@ class Delta:
     first: bool  # whether this is the first delta of the choice
     text: str
     # Ids of `text` and their log probabilities; empty if not requested. If the detokenizer has not returned the text of an id,
-    # the id is in a later delta: its text may belong to a stop string, or be a part of a character.
+    # the id is in a later delta. Its text may belong to a stop string, or be a part of a character.
     token_ids: Sequence[int]
     logprobs: LogprobSpan
     ending: Ending | None  # set in the last delta

@@ -110,7 +110,7 @@ class Origin:
             route: Path of the operation, as in metrics and spans.
             routing_key: Routing key in the request's header; the body's routing key takes precedence.
             trace_headers: W3C traceparent and tracestate of the client; None if the client sends none.
-            is_counted: False for a health probe. It has no limit and no trace, and is not in the metrics of clients.
+            is_counted: False for a health probe, which has no limits and no trace and is not in the metrics of clients.
             omitted_tools: The list that omit() extends; None for a new list.
         """
         self.request_id = request_id
@@ -124,8 +124,8 @@ class Origin:
         self.names: list[str] = []  # request ids that the client chose for the whole request, besides request_id
         self.part_names: list[str] = []  # request ids that the client chose for single prompts of the request
         self.wants_stream = False  # the client requests a stream
-        # Names of hosted tools that were left out of the request. The list must be complete before wants_stream is set: from then
-        # on, a keep-alive comment may send the head of the response, and the head has these names.
+        # Names of hosted tools that were left out of the request. The list must be complete before wants_stream is set.
+        # After that, a keep-alive comment may send the head of the response, which has these names.
         self.omitted_tools: list[str] = [] if omitted_tools is None else omitted_tools
 
     def begin_trace(self, tracing: Tracing) -> None:

@@ -231,7 +231,7 @@ def check_logprobs(request: GenerationRequest) -> None:
     """Checks the number of log probability values of all choices. Counts likely_tokens() output tokens per choice.
 
     Raises:
-        ApiError: The number exceeds the limit.
+        ApiError: The number exceeds MAX_LOGPROB_VALUES, or MAX_REPEATED_LOGPROB_VALUES if `stream_repeats` is set.
     """
     total = 0
     for prompt, params in zip(request.prompts, request.params, strict=True):
@@ -252,7 +252,7 @@ def check_routed_experts(request: GenerationRequest) -> None:
     """Checks the number of expert ids of all choices. Counts most_tokens() output tokens per choice, as workers do.
 
     Raises:
-        ApiError: The number exceeds the limit.
+        ApiError: The number exceeds MAX_ROUTED_EXPERT_IDS.
     """
     total = 0
     for prompt, params in zip(request.prompts, request.params, strict=True):

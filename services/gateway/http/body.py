@@ -102,7 +102,7 @@ def cut(scope: Scope) -> None:
 async def reserved_body(
     scope: Scope, receive: Receive, budget: BodyBudget, max_bytes: int, timeout_s: float
 ) -> AsyncIterator[RequestBody]:
-    """Yields the body, whose bytes stay reserved in the budget while the block runs.
+    """Yields the body, whose bytes stay reserved in the budget until the `async with` block ends.
 
     Args:
         max_bytes: Largest size of the body.
@@ -134,7 +134,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, scope: Scope, receive: Receive, max_bytes: int = limits.MAX_BODY_BYTES) -> AsyncIterator[RequestBody]:
-        """Yields the body. Its bytes stay reserved while the block runs.
+        """Yields the body. Its bytes stay reserved until the `async with` block ends.
 
         If the client closes its connection, the block is cancelled.
 

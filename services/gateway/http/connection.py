@@ -274,8 +274,7 @@ class Connection(HttpToolsProtocol):
         """Closes the connection after its current response.
 
         If the head of that response was sent without `connection: close` and a pipelined request is buffered, the connection
-        also serves the buffered request, and closes after the response to it. The head of this second response has
-        `connection: close`.
+        also serves this request. It closes after the second response, whose head has `connection: close`.
         """
         if self._buffered_bytes and self._is_responding() and self.cycle.response_started:
             self._next_is_last = True

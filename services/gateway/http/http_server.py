@@ -125,7 +125,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Returns a listening socket.
 
     Args:
-        host: "::" stands for all addresses, those of IPv4 included if the system allows it.
+        host: "::" stands for all IPv6 addresses, and for all IPv4 addresses if one socket can serve both.
 
     Raises:
         CannotListen: The port is taken, or the address is not local.

@@ -43,7 +43,7 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 2.0  # time limit of a call
+TIMEOUT_S = 2.0  # time limit of a call of Redis in seconds
 EVENTS_READ = 100  # largest number of entries per model and call
 BLOCKS_READ = 1000  # approximate number of blocks per call
 START = b"0-0"  # id before the first entry of a stream
@@ -51,13 +51,13 @@ _MAX_DIGITS = 20  # largest number of digits of a generation; longer values coun
 MAX_GONE = 4096  # largest number of stored workers without a lease; beyond it, the worker lost first is dropped
 POLL_S = 1.0  # seconds between two readings of the leases
 STALE_S = POLL_S + 2 * TIMEOUT_S  # age in seconds of the last reading at which leases count as unknown
-BLOCK_MS = 200  # longest wait for events
-FIRST_PAUSE_S = 0.1  # pause after a failure; doubles up to LONGEST_PAUSE_S
+BLOCK_MS = 200  # longest wait for events in milliseconds
+FIRST_PAUSE_S = 0.1  # pause in seconds after a failure; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 2.0
 BLOCKS_PER_TURN = 2000  # number of blocks written to the index before the event loop may run other tasks
 SWEEP_BLOCKS = 1000  # blocks of one sweep
 SWEEP_PAUSE_S = 0.005
-SWEEP_IDLE_S = 0.5  # pause after a sweep without blocks
+SWEEP_IDLE_S = 0.5  # pause in seconds after a sweep that frees no blocks
 Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream entry, or None if it was trimmed during the read
 
 

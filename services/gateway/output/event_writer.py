@@ -117,8 +117,8 @@ class EventWriter:
         self._text_since_call = False  # see wrote_text
         # Last pieces of the written text, of which the last _TAIL_CHARS characters matter.
         self._tail = deque[str](maxlen=_TAIL_CHARS)
-        self._at_seam = False  # whether a mark or call was removed behind the written text
-        self._seam = ""  # text behind the removed part, held because it may form a mark together with the text before
+        self._at_seam = False  # whether a mark or call was removed after the written text
+        self._seam = ""  # text after the removed part, held because it may form a mark together with the text before the part
         self.begun = 0  # number of started calls, including dropped calls
         self.num_indexed = 0  # number of calls with an index, which the client gets
         self._open: int | None = None  # index of the open call, or None if no call is open, or if the open call is dropped
@@ -148,7 +148,7 @@ class EventWriter:
             self.text(rest)
 
     def _joined(self, text: str) -> str:
-        """Joins the text behind a removed mark or call to the written text.
+        """Joins the text after a removed mark or call to the written text.
 
         Returns:
             The text to write. It begins with a blank if it would otherwise form a mark with the written text. "" if this
@@ -164,7 +164,7 @@ class EventWriter:
         return f" {text}" if found and found.start() < size else text
 
     def _end_seam(self) -> None:
-        """Writes the held text behind the seam, because a call or the end of the output follows."""
+        """Writes the held text after the seam, because a call or the end of the output follows."""
         text, self._at_seam, self._seam = self._seam, False, ""
         if text:
             self.text(text)

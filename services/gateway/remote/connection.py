@@ -26,11 +26,11 @@ LONGEST_PAUSE_S = 2.0
 LOG_AGAIN_S = 60.0  # seconds between two log lines about the same refusal
 # gRPC statuses of a refusal. The reason for the end of a refused session begins with one of these names.
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED.name, grpc.StatusCode.PERMISSION_DENIED.name)
-# Number of checks for a new message within the limit of silence. The service is lost if all of them fail. Several checks are
-# necessary because this process may be suspended, for any time: only one check then fails.
+# Number of checks for a new message within Patience.silence. The service is lost if all checks fail. One check is not enough: if
+# this process was suspended, one check fails although the service works.
 NUM_CHECKS = 5
 CONNECT_ATTEMPTS = 3  # overlapping attempts to connect, because the first packet of an attempt may be lost
-INFO_S = 2.0  # time limit of an Info call
+INFO_S = 2.0  # time limit of an Info call in seconds
 ANY_MODEL = ""  # in place of a model id: any model
 
 # After these errors of an Info call, the gateway calls Info again, because the replica is stopping, does not respond, or refuses
@@ -188,8 +188,8 @@ async def until_silent(silence_s: float, count: CountMessages) -> None:
 async def until_unreachable(address: str, within_s: float, count: CountMessages) -> None:
     """Returns when a machine is unreachable, for example because it has no power or its network is down.
 
-    A machine is unreachable if no message has arrived for `within_s` seconds while a message was due, and no connection could be
-    opened in the last two thirds of that time. If within_s is 0, the function never returns.
+    A machine is unreachable if no message arrives for `within_s` seconds while a message is due. In addition, no connection could
+    be opened in the last two thirds of that time. If `within_s` is 0, the function never returns.
     """
     while not within_s:
         await asyncio.sleep(3600)

@@ -19,7 +19,7 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 1 << 18  # cached ids per model, enough for a vocabulary; above it, the oldest ids are removed
-CALL_S = 2.0  # time limit of a call to one detokenizer
+CALL_S = 2.0  # time limit of a call to one detokenizer in seconds
 PAUSE_S = 0.2  # seconds before the detokenizers are called again
 
 Stubs = Callable[[str], Sequence[detokenizer_pb2_grpc.DetokenizerStub]]  # returns the stubs of a model's usable detokenizers

@@ -1,7 +1,7 @@
 """Sends requests to the connected tokenizer replicas in turn.
 
-A failed request is retried on another replica until its time limit. While no replica is connected, requests wait, and this wait
-does not count against the limit.
+A failed request is retried on another replica until its time limit `timeout_s`. While no replica is connected, requests wait for
+up to `wait_s`, which does not count against this limit.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class TokenizerClient:
         clock = asyncio.get_running_loop().time
         left, patience = self._timeout_s, self._wait_s
         attempt, pause = 0, 0.0
-        silent: set[TokenizerReplica] = set()  # replicas that did not respond to an attempt in time
+        silent: set[TokenizerReplica] = set()  # replicas that did not respond to an attempt within its limit
         while left > 0 and patience >= 0:
             begun = clock()
             replica = self._next(model, silent)

@@ -45,7 +45,7 @@ _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class EncodeFailed(Exception):
-    """The tokenizer has refused or failed a request, or has not responded in time."""
+    """The tokenizer has refused or failed a request, or has not responded within the time limit."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         """Makes the error. `details` is the tokenizer's text."""
@@ -291,7 +291,7 @@ class TokenizerReplica:
         self._set_connected(False)
 
     async def responds(self) -> bool:
-        """Returns whether the tokenizer responds to Info now. Called after a call that got no response in time."""
+        """Returns whether the tokenizer responds to Info now. Called after a call has reached its time limit."""
         if not self._kept.may_connect:
             return False
         try:

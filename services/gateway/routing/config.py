@@ -20,8 +20,8 @@ class RoutingPolicy(enum.StrEnum):
 class RoutingConfig:
     """The parameters of the policies."""
 
-    # If the least loaded worker has n requests, the load is out of balance if another worker has more than n + gate_abs and more
-    # than gate_rel * n requests. SGLang's router: balance_abs_threshold and balance_rel_threshold.
+    # n is the number of requests of the least loaded worker. The load is out of balance if another worker has more than
+    # n + gate_abs and more than gate_rel * n requests. SGLang's router: balance_abs_threshold and balance_rel_threshold.
     gate_abs: float = 64.0
     gate_rel: float = 1.5
     # Score of a worker: matched part of the prompt (0 to 1) minus load_weight times the worker's load, in units of the mean load.
@@ -32,7 +32,7 @@ class RoutingConfig:
     # exceed load_bound, and one prefix would be cached at several workers.
     load_floor: float = 4.0
     min_match_tokens: int = 64  # a match of fewer tokens counts as none
-    # A prompt without a match may go to any worker whose load exceeds the least load by at most the larger of near_requests and
-    # near_rel mean loads.
+    # A prompt without a match may go to any worker whose load is near the least load. The difference is at most near_requests or
+    # near_rel mean loads, whichever is larger.
     near_requests: float = 1.0
     near_rel: float = 0.05

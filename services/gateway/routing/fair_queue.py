@@ -220,7 +220,7 @@ class FairQueue(Generic[T]):
         Args:
             capacity: Largest number of items.
             weights: Weights of API keys, greater than 0. An API key that is not in the mapping has weight 1. The mapping is read
-                at every use, so changed weights apply at once.
+                at every use, so a changed weight applies to the next call.
             max_keys: Largest number of API keys without items whose counters _prune() keeps.
         """
         self._capacity = capacity

@@ -144,7 +144,7 @@ class BackgroundStore:
         return _BEGUN[found]
 
     async def write(self, lease: Lease, order: BackgroundOrder, piece: Piece) -> WriteResult:
-        """Stores a piece, if it fits into the limits. Raises LeaseLost."""
+        """Stores a piece if it fits into the owner's quota and into MAX_BACKGROUND_BYTES. Raises LeaseLost."""
         weights = b"" if piece.weights is None else orjson.dumps(list(piece.weights))
         state = (piece.decoded, piece.chars, piece.shown, weights, piece.numerics)
         new = (piece.offset * ID_BYTES, piece.ids, piece.text, piece.logprobs)
@@ -250,7 +250,7 @@ class BackgroundStore:
         return lease if found else None
 
     async def release(self, lease: Lease, owner: str, response_id: str) -> None:
-        """Releases a lease, so that another gateway can take the response at once. Decreases `takes` by 1.
+        """Releases a lease, so that another gateway can take the response immediately. Decreases `takes` by 1.
 
         Idempotent. Has no effect if another gateway has taken the response.
         """

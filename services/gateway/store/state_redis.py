@@ -12,7 +12,7 @@ from redis import exceptions
 from rootstock_llm.services.gateway.store.state_store import StoreAway
 from rootstock_llm.services.shared.index.redis_client import redis_client
 
-TIMEOUT_S = 2.0  # time limit of one attempt
+TIMEOUT_S = 2.0  # time limit of one attempt in seconds
 PAUSE_S = 0.1  # seconds between two attempts
 
 _TRANSIENT_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
@@ -61,7 +61,7 @@ class StateRedis:
         return (await self._call_with_retries(script, keys, arguments))[0]
 
     async def deletes(self, script: str, keys: Sequence[str], *arguments: Any) -> bool:
-        """Runs a script that deletes an object and returns whether the object existed. Raises StoreAway.
+        """Runs a script that deletes an object. Raises StoreAway.
 
         Returns:
             Whether the object existed. Also True if the reply of an attempt was lost, because that attempt may have deleted the

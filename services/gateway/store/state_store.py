@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class StoreAway(Exception):
-    """The store cannot be reached or does not respond in time. The call may or may not have taken effect."""
+    """The store cannot be reached, or does not respond within the time limit. The call may or may not have taken effect."""
 
 
 class Changed(Exception):

@@ -23,7 +23,7 @@ class MessagesCall:
         self._max_tokens = 0  # the client's limit of output tokens
 
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
-        """Returns the prepared request. Raises ApiError."""
+        """Parses the body, tokenizes its prompts and returns the generation request. Raises ApiError."""
         omits = self._preparer.omits_hosted_tools
         request = parse(MessagesRequest, parse_json(body.take()), origin.omit if omits else None)
         if thinks(request):

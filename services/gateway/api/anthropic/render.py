@@ -116,7 +116,7 @@ class _Blocks:
             yield from self.close(is_complete=True)
 
     def close(self, is_complete: bool = False) -> Iterator[Json]:
-        """Closes the open block, if any.
+        """Closes the open content block. Has no effect if no block is open.
 
         Args:
             is_complete: Whether the block is a call with complete arguments. If the arguments were cut off, `input` gets only

@@ -44,7 +44,7 @@ class BatchRecords:
     """
 
     def __init__(self, stores: Stores | None, lives_s: int, retry_after_s: int) -> None:
-        """Makes the object.
+        """Makes the reader and writer of the records.
 
         Args:
             stores: None if this gateway has no store.

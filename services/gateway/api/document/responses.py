@@ -83,8 +83,8 @@ def headers(status: int, keys: bool, always: Sequence[str] = (), sometimes: Sequ
 
     Args:
         keys: Whether the gateway checks API keys. If so, each response has headers with the rate limits of the API key.
-        always: Headers (names in HEADERS) that every such response has, besides those that the status requires.
-        sometimes: Headers (names in HEADERS) that only some such responses have.
+        always: Names in HEADERS of headers that each of the responses has, in addition to those that the status requires.
+        sometimes: Names in HEADERS of headers that only some of the responses have.
     """
     found = {"x-request-id": {**HEADERS["x-request-id"], "required": status not in _WITHOUT_ID}}
     for name in (*_ALWAYS.get(status, ()), *always):

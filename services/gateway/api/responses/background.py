@@ -24,7 +24,7 @@ from rootstock_llm.services.shared.output_formats import OutputFormats
 
 Json = dict[str, Any]
 
-_MAX_REQUEST_BYTES = MAX_RECORD_BYTES - (64 << 10)  # bytes of a request; the other fields of its record may have 64 KiB
+_MAX_REQUEST_BYTES = MAX_RECORD_BYTES - (64 << 10)  # most bytes of a stored request; 64 KiB stay for the rest of its record
 
 
 class Background(Protocol):

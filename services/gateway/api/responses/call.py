@@ -51,7 +51,7 @@ class ResponsesCall:
         self._background = background
 
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
-        """Returns the prepared request. Raises ApiError."""
+        """Parses the body, tokenizes its prompts and returns the generation request. Raises ApiError."""
         await self._read(body, origin)
         if self._parsed.background:
             self._check_background()

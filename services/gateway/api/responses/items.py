@@ -37,8 +37,8 @@ _HOSTED_CALLS = frozenset(
     )
 )
 # Types of items that are refused. Hosted calls are refused only if the gateway does not omit them. The types added here are
-# always refused, because without these items the conversation would lose content: calls that the client has run itself, and a
-# compacted history that only the vendor can read.
+# always refused: calls that the client has run itself, and a compacted history that only the vendor can read. Without these
+# items, the conversation would lose content.
 _UNSERVED = _HOSTED_CALLS | frozenset(
     (
         *("apply_patch_call", "apply_patch_call_output", "compaction", "computer_call", "computer_call_output"),

@@ -43,7 +43,7 @@ class Records:
     """Reads and writes the responses and conversations of all clients. The `owner` of a record is the value of owner_of()."""
 
     def __init__(self, store: StateStore | None, retry_after_s: int) -> None:
-        """Makes the object.
+        """Makes the reader and writer of the records.
 
         Args:
             store: None if this gateway has no store.

@@ -83,7 +83,7 @@ class GenerateCall:
         self._forms: list[Form] = []  # one per prompt
 
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
-        """Returns the prepared request. Raises ApiError."""
+        """Parses the body, tokenizes its prompts and returns the generation request. Raises ApiError."""
         request = parse(NativeGenerateRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _record_request_ids(request.rid, inputs, origin)
@@ -141,7 +141,7 @@ class EncodeCall:
         self._many = False
 
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
-        """Returns the prepared request. Raises ApiError."""
+        """Parses the body, tokenizes its prompts and returns the generation request. Raises ApiError."""
         request = parse(NativeEncodeRequest, parse_json(body.take()))
         inputs = inputs_of(request)
         rids = _record_request_ids(request.rid, inputs, origin)

@@ -40,7 +40,7 @@ class ScoreInputs:
 
     query: Any  # a text (str) or token ids (list)
     items: Sequence[Any]  # each item has the type of the query
-    item_first: bool  # whether a prompt is the item and then the query; otherwise the query and then the item
+    item_first: bool  # whether a prompt is the item followed by the query, instead of the query followed by the item
 
     @property
     def are_texts(self) -> bool:
@@ -85,7 +85,7 @@ class ScoreCall:
         self._softmax = False
 
     async def prepare(self, body: RequestBody, origin: Origin) -> GenerationRequest:
-        """Returns the prepared request. Raises ApiError."""
+        """Parses the body, tokenizes its prompts and returns the generation request. Raises ApiError."""
         request = parse(ScoreRequest, parse_json(body.take()), known=known_fields.SCORE)
         inputs = inputs_of(request)
         rids = _record_request_ids(request.rid, len(inputs.items), origin)

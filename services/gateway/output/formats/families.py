@@ -29,9 +29,9 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 class OutputReader:
     """Reads one output: optional reasoning between two marks, then text and calls.
 
-    Some models end their output with calls without closing their reasoning first. Such calls count. If a call's opening mark is
-    in the reasoning, the reader therefore holds the text from this mark on, and also reads it as calls. If other text or the
-    closing mark of the reasoning comes before the output ends, the held text becomes reasoning.
+    Some models end their output with calls without closing their reasoning first. The reader accepts these calls. If a call's
+    opening mark is in the reasoning, the reader therefore holds the text from this mark on, and also reads it as calls. If other
+    text or the closing mark of the reasoning comes before the output ends, the held text becomes reasoning.
     """
 
     def __init__(self, calls: CallFormat, marks: Sequence[str], opened: bool) -> None:
