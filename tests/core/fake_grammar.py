@@ -16,9 +16,9 @@ def spec(seed: int, length: int) -> GrammarSpec:
 
 
 class PositionMatcher:
-    """A matcher whose positions form groups of 4, 8, 12 or 16. The seed selects the size.
+    """A matcher whose output positions form groups of 4, 8, 12 or 16 positions. The seed selects the size of all groups.
 
-    In every second group, each position allows one token. In the other groups, it allows one token in three.
+    In every second group, each position allows one token. In the other groups, each position allows one token in three.
     """
 
     def __init__(self, seed: int, length: int, vocab_size: int) -> None:

@@ -59,9 +59,9 @@ class LetterDecoder:
 
 
 class Engine:
-    """A core and a fake executor. The test calls turn() for each iteration of the worker's loop.
+    """A core and a fake executor. The test calls turn() for each iteration of the scheduler loop.
 
-    `outputs` and `finishes` have the data that a gateway would get, by handle.
+    `outputs` and `finishes` have the data that a gateway would get, by request handle.
     """
 
     def __init__(self, config: SchedulerConfig, overlap: bool = True, checked: bool = True, page_moved_s: float = 0.0) -> None:
@@ -105,9 +105,9 @@ class Engine:
         self.prompt_logprobs: dict[int, list[float]] = {}
         self.routed: dict[int, list[NDArray[np.uint16]]] = {}  # routed experts of each message, by handle
         self.ready: list[PagesReady] = []
-        self.predicted: dict[int, Verified] = {}  # last reported results, by handle
-        self.index: set[bytes] = set()  # blocks on the device, by the reported events
-        self.below: dict[bytes, BlockTier] = {}  # blocks that only lower tiers have, by the reported events
+        self.predicted: dict[int, Verified] = {}  # last reported results of verifying draft tokens, by handle
+        self.index: set[bytes] = set()  # names of the blocks on the device, according to the cache events
+        self.below: dict[bytes, BlockTier] = {}  # tiers of the blocks that only lower tiers have, according to the cache events
         self.contexts: dict[tuple[str, str], list[int]] = {}
         self.latest: dict[str, str] = {}
         self.turns_of_open_session: set[int] = set()
@@ -147,7 +147,7 @@ class Engine:
 
         Args:
             output: output that another worker has sampled.
-            payer: tenant, batch and weight of the tenant.
+            payer: tenant, number of a batch of prompts, and weight of the tenant's share; see Submit.
             hand_over: see Submit.
             source: see Submit.
             prediction: see Submit.
@@ -206,7 +206,7 @@ class Engine:
         self.check()
 
     def turn(self) -> bool:
-        """Runs one iteration of the worker's loop. Returns False if it planned no step and no step was in flight."""
+        """Runs one iteration of the scheduler loop. Returns False if it planned no step and no step was in flight."""
         self.now += 0.01
         if not self.overlap:
             self._commit()
@@ -320,7 +320,7 @@ class Engine:
     def _check_routed(self, handle: int) -> None:
         """Checks that each computed token from `routed_from` on has its experts once, in the order of positions.
 
-        An aborted request may lack those of the last tokens.
+        An aborted request may lack the experts of its last tokens.
         """
         message, shape = self.submitted[handle], self.config.experts
         if message.routed_from < 0 or shape is None:
@@ -386,7 +386,7 @@ class Engine:
         self._check_end_marks(self.index - blocks, nodes)
 
     def _check_end_marks(self, marks: set[bytes], nodes: Sequence[TreeNode]) -> None:
-        """Checks that each mark belongs to a block with a possible hit, which ends at the block's end or within the next block.
+        """Checks that each end mark belongs to a block with a possible hit: one that ends with the block or within the next one.
 
         If states are the only cache group, each block with a possible hit must have a mark.
         """

@@ -1,4 +1,4 @@
-"""Two real cores on fake executors: a prefill worker, and a decode worker that reads its pages."""
+"""Two real cores on fake executors: a prefill worker, and a decode worker that reads the pages of the prefill worker."""
 
 from __future__ import annotations
 

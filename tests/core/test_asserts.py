@@ -30,9 +30,9 @@ Scenario = Callable[[], Engine]
 
 
 def unchecked(overlap: bool = True, **changes: object) -> Engine:
-    """Returns an engine whose invariants the harness does not check.
+    """Returns an engine whose invariants the harness does not check after each iteration.
 
-    The fake executor then does not check either that a plan names all pages that its rows use.
+    In addition, the fake executor does not check that a plan names all pages that its rows use.
     """
     engine = make(overlap, **changes)
     engine.checked = False

@@ -1,4 +1,4 @@
-"""Windows and states in the core, checked with FakeExecutor and with an oracle that knows only token prefixes."""
+"""Window and state units in the core, checked with FakeExecutor and with an oracle that knows only token prefixes."""
 
 from __future__ import annotations
 

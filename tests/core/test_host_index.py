@@ -171,7 +171,7 @@ class UnderAQuota(RuleBasedStateMachine):
             del self.held[key]
 
     @invariant()
-    def what_is_held_is_what_was_told(self) -> None:
+    def index_has_the_pages_that_were_put(self) -> None:
         assert self.index.num_cached == len(self.held) and all(key in self.index for key in self.held)
         assert self.index.num_salts == len({tag_of(key) for key in self.held} - {UNSALTED})
         assert all(self.num_of(tag) <= QUOTA for tag in SALTS)

@@ -1,4 +1,4 @@
-"""Lanes, in which import operations run one after another: the ends of waits for late operations."""
+"""Tests when lanes give up late import operations. The operations of one lane run one after another."""
 
 from __future__ import annotations
 

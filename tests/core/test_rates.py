@@ -99,7 +99,7 @@ def test_rates_ignore_reads_without_pages_or_time(pages: int, seconds: float) ->
 
 
 def test_rates_report_the_share_of_computing_time_that_a_read_saves() -> None:
-    """Reading 100 pages takes 27 ms from the host and 110 ms from the storage. Computing them takes first 160 ms, then 16 ms."""
+    """Reading 100 pages takes 27 ms from the host and 110 ms from the storage. Computing takes 160 or 16 ms."""
     assert rates().saves(Tier.HOST, 100) is None and rates().saves(Tier.STORAGE, 100) is None
     known = rates(1e-4)  # 160 ms
     for tier in (Tier.HOST, Tier.STORAGE):

@@ -12,7 +12,7 @@ from rootstock_llm.services.worker.core.planning.planner import NewTokenRatio
 from rootstock_llm.services.worker.core.planning.step_rows import AddResult, PrefillAdder, RunningRows, adapted_chunk
 from tests.core.test_scheduler_basic import make
 
-Row = tuple[int, int, bool]  # (largest further output, tokens of KV, ignore_eos)
+Row = tuple[int, int, bool]  # (largest number of further output tokens, tokens of KV, ignore_eos)
 CONTINUE, NO_TOKEN, OTHER = AddResult.CONTINUE, AddResult.NO_TOKEN, AddResult.OTHER
 
 
@@ -121,9 +121,11 @@ class TestIgnoreEos:
     @pytest.mark.parametrize(
         ("running", "result"),
         [([(10, 50, True)], CONTINUE), ([(60, 50, True)], NO_TOKEN), ([(10, 5, True)], NO_TOKEN), ([], NO_TOKEN)],
-        ids=["one ends in time", "one ends too late", "one ends in time and frees too little", "no row ends"],
+        ids=["row ends early", "row ends too late", "row frees too little", "no row ends"],
     )
-    def test_admission_counts_memory_that_running_rows_free_in_time(self, running: list[Row], result: AddResult) -> None:
+    def test_admission_counts_memory_that_running_rows_free_before_it_is_needed(
+        self, running: list[Row], result: AddResult
+    ) -> None:
         assert adder(running).admit(60, 0, 20, 60, True, False)[0] is result
 
     def test_admission_estimates_the_output_of_other_rows_with_the_new_token_ratio(self) -> None:
@@ -295,7 +297,10 @@ class TestExtendSteps:
 
     @staticmethod
     def modes(limit: int) -> str:
-        """Returns the first letters of the modes of all steps after a prompt of over six chunks arrives while a row decodes."""
+        """Returns the first letter of the mode of each step after the first three.
+
+        After these three steps, one row decodes, and a prompt of seven chunks arrives.
+        """
         engine = make(max_extend_steps=limit, chunked_prefill_size=16, adaptive_chunk_rows=0)
         engine.submit(0, [1] * 4, max_new_tokens=60, ignore_eos=True)
         for _ in range(3):

@@ -18,7 +18,7 @@ from tests.core.harness import Engine
 from tests.core.peers import ADDRESS, Relayed, computed_tokens
 from tests.night import NIGHTLY
 
-PROMPT = list(range(42))  # ten pages and a half, in chunks of four
+PROMPT = list(range(42))  # ten and a half pages, in chunks of four pages
 
 
 def pulled(engine: Engine) -> list[int]:
@@ -50,7 +50,7 @@ class TestAnnouncements:
         pair.answer(1, PROMPT[:24], max_new_tokens=2)
         pair.begin(0, PROMPT, max_new_tokens=2)
         pair.finish(0, max_new_tokens=2)
-        assert [ready.num_pages for ready in pair.reports[0]] == [6, 10], "the six cached pages are announced at once"
+        assert [ready.num_pages for ready in pair.reports[0]] == [6, 10], "one report announces all six cached pages"
         assert sum(pulled(pair.second)) == 10
         pair.assert_all_is_free()
 
@@ -129,7 +129,7 @@ class TestPreemptedPrompts:
         assert pair.second.core.stats().pulled_pages_total == 10 and computed_tokens(pair.second) <= 3 + 4
         pair.assert_all_is_free()
 
-    def test_reservation_that_ends_at_once_is_never_reported_as_open(self) -> None:
+    def test_reservation_that_ends_before_the_next_report_is_never_reported_as_open(self) -> None:
         pair = Relayed()
         pair.answer(0, PROMPT, max_new_tokens=2)
         core, reservation = pair.first.core, pair.new_reservation()
@@ -204,7 +204,7 @@ class TestPreemptedPrompts:
 
 
 class TestReservationEnds:
-    @pytest.mark.parametrize("how", ["abort", "front end", "failed step", "flush"])
+    @pytest.mark.parametrize("how", ["abort", "gateway leaves", "failed step", "flush"])
     def test_reservation_ends_when_the_request_ends_or_the_pages_are_flushed(self, how: str) -> None:
         pair = Relayed(page_moved_s=0.05)
         pair.begin(0, PROMPT, max_new_tokens=4)
@@ -212,7 +212,7 @@ class TestReservationEnds:
         match how:
             case "abort":
                 pair.first.abort(0)
-            case "front end":
+            case "gateway leaves":
                 pair.first.core.abort_peer(0, pair.first.now)
             case "flush":
                 pair.first.control.flush_cache()
@@ -246,7 +246,7 @@ class TestReservationEnds:
             and not pair.first.core.memory.tree.num_pages
         )
 
-    @pytest.mark.parametrize("how", ["abort", "front end", "time"])
+    @pytest.mark.parametrize("how", ["abort", "gateway leaves", "time limit"])
     def test_prefetched_pages_are_released_when_no_request_arrives(self, how: str) -> None:
         pair = Relayed(disaggregation_hold_s=0.5)
         pair.begin(0, PROMPT, max_new_tokens=4)
@@ -254,7 +254,7 @@ class TestReservationEnds:
         memory = pair.second.core.memory
         pair.second.turn()
         assert memory.num_available < memory.pages.num_pages and not memory.quarantined, "prefetched pages stay pinned"
-        if how == "time":
+        if how == "time limit":
             pair.second.now += 0.5
             pair.second.turn()
         elif how == "abort":
@@ -264,7 +264,7 @@ class TestReservationEnds:
         assert memory.num_available == memory.pages.num_pages and memory.tree.num_pages
         assert not len(pair.second.core.queues.importing)
 
-    @pytest.mark.parametrize("how", ["abort", "front end", "time", "its request aborted", "its request late", "flush"])
+    @pytest.mark.parametrize("how", ["abort", "gateway leaves", "time limit", "request aborted", "request late", "flush"])
     def test_waiting_request_begins_when_prefetched_pages_are_released(self, how: str) -> None:
         """Covers prefetched pages whose request has not arrived, and prefetched pages whose request already waits."""
         pair = Relayed(disaggregation_hold_s=5.0, num_pages=24)
@@ -274,18 +274,18 @@ class TestReservationEnds:
         for handle, prompt in ((5, [9] * 5), (6, [8] * 60)):
             second.submit(handle, prompt, peer=1, max_new_tokens=6 if handle == 6 else 20, ignore_eos=True)
             second.turn()
-        if how.startswith("its request"):
+        if how.startswith("request"):
             second.submit(0, PROMPT, timeout_s=1.0, max_new_tokens=4)
         second.turn()
         queues = second.core.queues
         assert queues.batch_is_full and len(queues.waiting) == 1 + (0 in second.submitted) and queues.num_running == 1
-        if how == "time":
+        if how == "time limit":
             second.now += 5.0
-        elif how == "its request late":
+        elif how == "request late":
             second.now += 1.0
         elif how == "flush":
             second.control.flush_cache()
-        elif how == "front end":
+        elif how == "gateway leaves":
             second.core.abort_peer(0, second.now)
         else:
             second.abort(0)
@@ -415,7 +415,7 @@ class TestPrefetchedPages:
         pair.finish(0, max_new_tokens=4)
         pair.assert_all_is_free()
 
-    @pytest.mark.parametrize("why", ["weights", "too long", "in use", "going away", "reads nobody", "settling"])
+    @pytest.mark.parametrize("why", ["weights", "too long", "in use", "going away", "no remote reads", "settling"])
     def test_prefetch_is_ignored_when_not_possible(self, why: str) -> None:
         pair = Relayed()
         pair.compute(0, PROMPT, max_new_tokens=4)
@@ -429,7 +429,7 @@ class TestPrefetchedPages:
                 second.submit(0, [1, 2, 3], max_new_tokens=40, ignore_eos=True)
             case "going away":
                 second.core.closed = "going away"
-            case "reads nobody":
+            case "no remote reads":
                 second = pair.first
             case "settling":
                 second.core.begins_copies = False

@@ -34,7 +34,11 @@ def recorded(engine: Engine) -> ExpertDistribution:
 
 
 def counts_of(engine: Engine, handle: int, first: int = 0) -> np.ndarray[Any, Any]:
-    """Returns the counts of the tokens that a complete request has computed from position `first` on."""
+    """Returns, by layer and expert, the number of times that the expert got a computed token of a complete request.
+
+    Args:
+        first: position of the first counted token.
+    """
     tokens = np.array([*engine.submitted[handle].prompt_ids, *engine.outputs[handle][:-1]], dtype=np.int32)
     routed = fake_experts(tokens[first:], first, SHAPE)
     return np.array([np.bincount(routed[:, layer].ravel(), minlength=SHAPE.num_experts) for layer in range(len(SHAPE.layers))])
@@ -158,7 +162,7 @@ class TestRoutedExperts:
     def test_experts_of_output_tokens_belong_to_each_position(self) -> None:
         """Covers the faults of sglang #12162: too few experts in the output, or copies of one token's experts.
 
-        The causes are a number of tokens from the last prefill, and captured decode steps that do not write their experts.
+        The causes were a token count of the last prefill, and captured decode steps that do not write their experts.
         """
         engine = sparse()
         engine.submit(0, PROMPT[:6], max_new_tokens=40, ignore_eos=True, routed_from=6)

@@ -85,7 +85,7 @@ def test_forced_tokens_use_an_eager_step_when_rereading_the_context_costs_more()
     assert not all(replayed(engine)) and all(replayed(run({**WIDE, "graph_rereads": 600})))
 
 
-def test_all_forced_tokens_are_computed_at_once_when_a_prompt_shares_the_step() -> None:
+def test_all_forced_tokens_are_computed_in_one_step_when_a_prompt_shares_the_step() -> None:
     engine = make(True, num_pages=256, chunked_prefill_size=128, graph_rows=1, graph_rereads=10_000, eager_step_cost=99.0)
     engine.book.ready.add(RUNS)
     engine.submit(0, [1] * 4, max_new_tokens=60, grammar=RUNS)

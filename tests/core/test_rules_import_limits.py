@@ -20,7 +20,7 @@ def computing_takes(engine: Engine, token_s: float) -> None:
 
 class TestLateImports:
     def late(self, page_moved_s: float = 5.0) -> Engine:
-        """Returns an engine whose request 0 waits for nine pages. The time of computing is known."""
+        """Returns an engine whose request 0 waits for nine pages. The core has measured the time of computing."""
         engine = roomy(page_moved_s=0.0)
         ask(engine, 1000, prompt(0))
         engine.control.flush_cache()

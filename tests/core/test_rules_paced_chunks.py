@@ -78,7 +78,7 @@ class TestPace:
         assert known.tokens(1e308, 8, 0) == known.tokens(float("inf"), 8, 0) == MOST_TOKENS
 
     def test_pace_counts_decode_rows_as_at_most_half_of_a_step(self) -> None:
-        """A mixed step may be faster than an earlier step with only decode rows. Half of its time then counts for the prompt."""
+        """A mixed step may take less time than an earlier decode step. Half of that time then counts for the prompt."""
         known = pace({1: 5.0})
         known.record(1000, 1, 1.0, 1)
         assert known.tokens(11.0, 1, 0) == pytest.approx(6.0 / 0.0005, rel=0.01)

@@ -280,10 +280,10 @@ class TestReservation:
         pair.first.check_answer(1)
         assert pair.first.finishes[1].reason is FinishReason.LENGTH
 
-    @pytest.mark.parametrize("how", ["its time is over", "its reader leaves"])
+    @pytest.mark.parametrize("how", ["time limit", "release"])
     def test_request_begins_when_a_reservation_frees_pages(self, how: str) -> None:
         """The request does not wait until a running request ends."""
-        pair = Pair(first={"num_pages": 32, "disaggregation_hold_s": 1.0 if how == "its time is over" else 100.0})
+        pair = Pair(first={"num_pages": 32, "disaggregation_hold_s": 1.0 if how == "time limit" else 100.0})
         finish = pair.compute(0, PROMPT, max_new_tokens=4)
         assert finish.reservation is not None
         pair.first.submit(1, [7] * 8, max_new_tokens=12, ignore_eos=True)
@@ -293,7 +293,7 @@ class TestReservation:
         pair.first.turn()
         assert pair.first.core.queues.batch_is_full
         pair.first.now += 1.0
-        if how == "its reader leaves":
+        if how == "release":
             pair.first.core.release_reservation(pair.release_of(finish.reservation))
         pair.first.turn()
         assert sorted(r.handle for r in pair.first.core.queues.extending + pair.first.core.queues.decoding) == [1, 2]
@@ -323,7 +323,7 @@ class TestReservation:
         assert not pair.second.core.queues.importing
 
     def test_reservation_is_closed_before_a_step_may_overwrite_the_pages(self) -> None:
-        """A reader of the pages then gets no page."""
+        """The running read gets no page."""
         pair = Pair(page_moved_s=1.0, first={"num_pages": 12, "disaggregation_hold_s": 1.0})
         pair.compute(0, PROMPT, max_new_tokens=4)
         pair.go_on(0, PROMPT, max_new_tokens=4)

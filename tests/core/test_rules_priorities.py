@@ -85,7 +85,7 @@ class TestVictims:
             ([1, 0, 0], [[0, 1], [0], []]),
             ([0, 9, 0], [[0, 1], [1], [1]]),
         ],
-        ids=["latest first", "least urgent first", "of equals the latest", "the more urgent stay"],
+        ids=["latest first", "least urgent first", "latest of equals", "more urgent requests stay"],
     )
     def test_preemption_takes_the_least_urgent_and_latest_request_first(
         self, priorities: list[int], left: list[list[int]]

@@ -183,7 +183,7 @@ class TestGrammars:
         while (count := engine.core.stats().num_gated) or not gated:
             gated.append(count)
             engine.turn()
-        assert gated == [2, 2, 2, 2, 1, 1, 1], "an iteration of the loop replays 32 tokens, and each request has 99"
+        assert gated == [2, 2, 2, 2, 1, 1, 1], "a scheduler iteration replays 32 tokens in all, and each request has 99"
         costs = [request.matcher.take_cost() for request in engine.core.queues.by_key.values() if request.matcher]
         assert len(costs) == 2 and max(costs) < 0.02
         engine.drain()

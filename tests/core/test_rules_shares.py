@@ -23,7 +23,7 @@ def config_of(policy: SchedulePolicy = SchedulePolicy.FCFS, **more: object) -> S
 
 
 def prompt(handle: int, length: int) -> list[int]:
-    """Returns a prompt that shares no prefix with the prompts of other handles."""
+    """Returns a prompt that shares no prefix with prompts of other handles, unless the handles differ by a multiple of 1,000."""
     return [handle % 1000] * length
 
 

@@ -1,4 +1,4 @@
-"""Rules for blocks of the prefix index in the lower tiers: they are reported with their slowest tier while they can be read."""
+"""Rules for blocks in the lower tiers: a block is reported in the tier of its slowest page while all its pages can be read."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class TestCopies:
         assert ask(engine, 2, prompt(0)).cached_from == {Tier.DEVICE: 0, Tier.HOST: 36}
 
     def test_waiting_copies_precede_copies_of_a_later_request(self) -> None:
-        """Each operation copies one page, and eight operations run at once.
+        """Each operation copies one page, and eight operations run at the same time.
 
         Some pages of the first prompt still wait when the second request ends.
         """

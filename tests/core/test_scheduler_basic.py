@@ -116,7 +116,7 @@ class TestFaults:
 class TestOutput:
     @pytest.mark.by_day(one_in=3, seed=1)
     @pytest.mark.parametrize(("stream", "interval"), [(True, 1), (True, 4), (False, 1)])
-    def test_outputs_are_sent_in_time_when_every_step_retracts_a_request(self, stream: bool, interval: int) -> None:
+    def test_outputs_are_not_delayed_when_every_step_retracts_a_request(self, stream: bool, interval: int) -> None:
         engine = make(retract_interval=1)
         engine.submit(0, [1] * 8, stream=stream, max_new_tokens=100, ignore_eos=True, stream_interval=interval)
         due = interval if stream else 50

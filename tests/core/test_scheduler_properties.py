@@ -1,4 +1,4 @@
-"""Random messages to the core with small pools, and the invariants of docs/design/scheduler.md#invariants."""
+"""Sends random messages to cores with small pools, and checks the invariants of docs/design/scheduler.md#invariants."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def drive(
             generates = turn is None and not params.keys() & {"embedding", "score"}
             if config.experts is not None and generates and routed.random() < 0.3:
                 more["routed_from"] = routed.randrange(len(prompt) + 1)
-            for _ in range(rng.choice((1, 1, 1, 3)) if turn is None else 1):  # 3: requests with equal prompts arrive at once
+            for _ in range(rng.choice((1, 1, 1, 3)) if turn is None else 1):  # 3: requests with equal prompts
                 stream = rng.random() < 0.8
                 engine.submit(handle, prompt, stream=stream, salt=salt, timeout_s=timeout_s, session=turn, **more, **params)
                 handle += 1
@@ -215,7 +215,8 @@ configs = st.builds(
 )
 
 
-# Two loads run. The later one writes a page that the earlier one has written and that was evicted since.
+# In the example with this configuration, two loads run. The later load writes to a page that the earlier load has written to,
+# because the page was evicted in between.
 REUSED_LOADS = config_of(
     page_size=4,
     pool_tokens=96,

@@ -35,7 +35,7 @@ from tests.core.test_cache_units import KINDS, check_hits, configs, groups_of, s
 from tests.core.test_scheduler_properties import check_run, drive
 from tests.night import NIGHTLY
 
-PARTS = {CacheKind.WINDOW: 2, CacheKind.STATE: 3}  # parts of a unit in tests with pages of 64 bytes
+PARTS = {CacheKind.WINDOW: 2, CacheKind.STATE: 3}  # number of parts of a unit; a part has the size of a page
 
 
 def with_bytes(groups: tuple[CacheGroup, ...], page_bytes: int) -> tuple[CacheGroup, ...]:

@@ -19,7 +19,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 EOS = (0, 2)  # end-of-sequence ids of the demo model
 # Tokens that end strings, objects, arrays and numbers of JSON
 CLOSERS = frozenset({b'"', b"}", b"]", b"0", b'"}', b'"]', b"]}", b"}}"})
-# Tokens that write() prefers at first, because they begin escapes, numbers and nested values
+# Tokens that write() prefers during its first `free_tokens` tokens, because they begin escapes, numbers and nested values
 TEMPTING = frozenset({b"\\", b"u", b'"', b"0", b"6", b"1", b":", b",", b"a", b"b", b"{", b"[", b"\n", b" "})
 
 
@@ -54,7 +54,7 @@ def matcher(grammar: Compiled, jump: bool = False) -> XgrammarMatcher:
 
 
 def accepts(grammar: Compiled, text: str) -> bool:
-    """Returns whether the text, as the tokenizer splits it, is a complete output."""
+    """Returns whether the tokens of the text are a complete output under the grammar."""
     walker = matcher(grammar)
     (ids,) = tokenizer().encode_batch([text], False)
     return all(walker.accept(token) for token in ids) and may_end(walker)
@@ -70,7 +70,8 @@ def write(
     """Writes random text that the grammar allows.
 
     Args:
-        free_tokens: number of tokens after which write() prefers `closers`, and ends as soon as the output may end.
+        free_tokens: number of tokens after which write() prefers `closers`, and ends as soon as the output may end. Before,
+            write() ends an output that may end with a probability of 0.1.
         max_tokens: largest number of tokens.
         closers: tokens that end values.
 

@@ -15,7 +15,7 @@ from rootstock_llm.services.worker.grammar.schema.formats import PATTERNS
 from tests.grammar import model
 from tests.night import NIGHTLY
 
-BLOCKS, SCHEMAS = (10, 200) if NIGHTLY else (6, 20)  # blocks, and schemas per block
+BLOCKS, SCHEMAS = (10, 200) if NIGHTLY else (6, 20)  # test cases, and schemas per test case
 WRITES = 5 if NIGHTLY else 2  # outputs per schema
 NAMES = ["a", "b", "name", "naïve 世界", 'quo"te', "a\\b", "", "line\nend", "x_1", "x"]
 TEXT_PATTERNS = [

@@ -1,7 +1,7 @@
-"""Tests schemas of zod's and pydantic's types. A schema is refused with its keyword, or all output under it validates.
+"""Tests schemas of zod's and pydantic's types. A refusal names an unsupported keyword. Otherwise, all output validates.
 
 `zod_schemas.json` holds `z.toJSONSchema(TYPE, {io: "input"})` for each type: alone, and as the only property of a strict object.
-jsonschema reads patterns as Python does. Python's digits, blanks and ends of lines include those of ECMA 262.
+jsonschema reads patterns as Python does. Its digits, blanks and ends of lines match more than those of ECMA 262.
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ SCHEMES = (
 
 
 def coded(channels: int, depth: int, scheme: Scheme, seed: int = 0) -> CodedWeight:
-    """Returns random codes, whose elements have about the size 1 / sqrt(depth). Every second seed has scales of bfloat16."""
+    """Returns random codes, whose elements have about the size 1 / sqrt(depth).
+
+    Args:
+        seed: seed of the random values. If it is odd, bfloat16 represents the scales exactly.
+    """
     generator = torch.Generator().manual_seed(seed)
     groups = scheme.groups_of(depth)
     codes = torch.randint(0, 1 << scheme.bits, (channels, depth), generator=generator, dtype=torch.uint8)

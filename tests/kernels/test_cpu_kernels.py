@@ -264,7 +264,8 @@ def assert_attends_as_reference(
 ) -> None:
     """Compares with the reference. `dims` is (heads, KV heads, size of a key, size of a value).
 
-    Rounding of a large score changes its weight by more than rounding of a small one.
+    The tolerance grows with the scale of the rule, because rounding of a large score changes its weight by more than rounding of
+    a small score.
     """
     heads, kv_heads, head_dim, value_dim = dims
     rows, num_pages = ragged(lengths, page_size)

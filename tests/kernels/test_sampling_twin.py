@@ -1,4 +1,4 @@
-"""Compares the executor's sampler, which runs the C++ kernels, with the torch reference, whose columns the test makes.
+"""Compares the executor's sampler, which runs the C++ kernels, with the torch reference, whose parameter columns the test builds.
 
 Also checks faults, counts and padding of both.
 """

@@ -80,7 +80,7 @@ def test_fused_add_rms_norm_matches_the_reference(
 
 
 def test_fused_add_rms_norm_reads_the_rounded_residual(kernels: TritonLayers, device: torch.device) -> None:
-    """1 + 2^-11 rounds to 1 in float16, so neither the residual nor the norm contains the addend."""
+    """In the first column, 1 + 2^-11 rounds to 1 in float16, so neither the residual nor the norm contains the addend."""
     x = torch.full((1, 2), 2.0**-11, dtype=torch.float16, device=device)
     residual = torch.tensor([[1.0, 0.0]], dtype=torch.float16, device=device)
     weight, found = torch.full((2,), 1.0, device=device), torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Builds the scheduler's configuration of a worker on a large GPU from the settings' defaults, as the simulators do."""
+"""Builds the scheduler's configuration of a worker on a large GPU from the defaults of WorkerSettings, as the simulators do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Checks the digest of a simulated run.
 
-The digest is equal in all processes and does not depend on names in the code. Each changed decision changes it.
+The digest is equal in all processes and does not depend on the names of classes and attributes. Each changed scheduling decision
+changes it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LEFT_OUT = {
     GrammarSpec: {"parts"},
     PeerOutput: {"routed_experts"},
 }
-# Attributes that a function of the digest reads.
+# Attributes that a function in NAMES reads. All others are read by their path.
 READ_BY_FUNCTIONS = {
     BatchPlan: {
         "admitted",

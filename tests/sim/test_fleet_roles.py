@@ -1,4 +1,4 @@
-"""Checks fleets of prefill and decode workers: requests end once with their tokens under deaths and slow networks.
+"""Checks fleets of prefill and decode workers: requests end once with their tokens when workers die and networks are slow.
 
 The last tests compare them with fleets without roles, as docs/design/prefill-and-decode.md does.
 """
@@ -70,7 +70,7 @@ def check_outputs(trace: Trace, fleet: RecordingFleet, outcome: FleetOutcome) ->
 
 
 def check_pages_are_free(fleet: FleetSimulation, seconds: float = 15.0) -> None:
-    """Checks that all pages are free after all reads have ended and all KV reservations have been released or have expired."""
+    """Advances the clock by `seconds`, in which reads end and KV reservations expire. Then checks that all pages are free."""
     until = fleet._clock.now + seconds
     while fleet._clock.now < until:
         fleet._clock.step()
@@ -217,7 +217,7 @@ def test_roles_reject_impossible_values(change: Any) -> None:
 
 
 def compare(trace: Trace, workers: int, prefill: int, concurrency: int = 0, rate: float = 0.0) -> tuple[FleetReport, FleetReport]:
-    """Returns the reports with roles and without."""
+    """Runs a trace on a fleet with prefill and decode workers and on a fleet without roles. Returns both reports."""
     roles = Roles(prefill, Wire(10e9, 0.0002), 131_072)
     given = {"scheduler": on_gpu(50_000, 8192), "workers": workers}
     with_roles, both = (fleet_of(trace, concurrency=concurrency, roles=found, **given).run() for found in (roles, None))

@@ -27,7 +27,7 @@ TREE = "a tree"
 
 
 class Reading:
-    """A reader, and two workers `a` and `b`. Both workers have ten pages of the same prompt in the KV reservation RESERVATION."""
+    """A reader, and two workers `a` and `b` with ten pages of the same prompt in the KV reservation RESERVATION."""
 
     def __init__(self, wire: Wire = WIRE) -> None:
         self.reservations = OpenReservations()

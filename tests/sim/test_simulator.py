@@ -79,10 +79,10 @@ def test_simulation_ends_requests_with_scripted_tokens(trace: Trace, overlap: bo
 @pytest.mark.parametrize(
     ("num_pages", "fields", "overlap"),
     [
-        pytest.param(200, {"schedule_conservativeness": 0.3}, True, id="for want of memory"),
+        pytest.param(200, {"schedule_conservativeness": 0.3}, True, id="for lack of memory"),
         pytest.param(4096, {"retract_interval": 5}, False, id="by the test hook"),
         pytest.param(300, {"schedule_conservativeness": 0.3, "enable_mixed_chunk": True}, True, id="with mixed chunks"),
-        pytest.param(300, {"schedule_conservativeness": 0.3}, False, id="for want of memory without overlap"),
+        pytest.param(300, {"schedule_conservativeness": 0.3}, False, id="for lack of memory without overlap"),
     ],
 )
 def test_retraction_does_not_change_the_output_length_of_a_request(num_pages: int, fields: dict[str, Any], overlap: bool) -> None:
@@ -156,7 +156,7 @@ def test_scheduler_queue_is_ordered_by_the_priorities_of_the_trace() -> None:
     trace = Trace(64, tuple(replace(request, priority=index % 2) for index, request in enumerate(plain.requests)))
     outcome = simulate(trace, config_of(max_running_requests=4, enable_priority_scheduling=True))
     queue = outcome.requests.queue
-    assert queue[1::2].max() <= queue[0::2].min(), "requests of a higher value run first"
+    assert queue[1::2].max() <= queue[0::2].min(), "requests with a higher priority value run first"
     assert queue[0::2].min() > 0
 
 
