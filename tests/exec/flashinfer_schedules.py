@@ -1,6 +1,6 @@
 """Computes the workspace of a FlashInfer plan like FlashInfer's scheduler (scheduler.cuh, 0.6.4).
 
-All functions return (float bytes, int bytes) and have these arguments:
+The functions whose names end with _bytes return (float bytes, int bytes). Their arguments are:
 
 | argument | meaning |
 |---|---|

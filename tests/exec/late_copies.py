@@ -16,7 +16,7 @@ from tests.exec.tiered import Served
 
 
 def delay_copies(served: Served, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delays each copy of the executor's mover by up to 0.1 s. About half of the copies are not delayed."""
+    """Delays about half of the copies of the executor's mover, by 0.02 or 0.1 s."""
     mover = served.executor._mover
     assert mover is not None
     move = mover._move

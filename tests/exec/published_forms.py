@@ -33,7 +33,7 @@ def grouped(weight: Tensor, group: int) -> Tensor:
 
 
 def steps(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns scales float32[N, C], numbers of float16, and zero points [N, C] with which codes from 0 reach all weights."""
+    """Returns scales float32[N, C] that float16 represents exactly, and zero points [N, C]. Codes from 0 reach all weights."""
     low, high = grouped(weight, group).amin(-1), grouped(weight, group).amax(-1)
     scales = ((high - low) / ((1 << bits) - 1)).half().float()
     return scales, (-low / scales).round().clamp(0, (1 << bits) - 1)
@@ -74,7 +74,7 @@ def awq(group: int) -> Form:
 def gptq(bits: int, group: int, version: int = 1, symmetric: bool = False, act_order: bool = False) -> Form:
     def encode(module: str, weight: Tensor) -> Encoded:
         depth = weight.shape[1]
-        # All modules of one depth have one order. In GPTQ, modules with the same inputs have one order.
+        # All modules with equal depth get the same column order. GPTQ gives the same order to modules with the same inputs.
         order = torch.randperm(depth, generator=torch.Generator().manual_seed(depth)) if act_order else torch.arange(depth)
         ordered = weight[:, order]
         scales, zeros = steps(ordered, group, bits)

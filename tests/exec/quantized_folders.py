@@ -44,7 +44,7 @@ def rewrite(source: Path, target: Path, change: Callable[[str, Tensor], dict[str
 
 
 def outputs(folder: Path, dtype: str = "float32", **options: Any) -> tuple[list[int], NDArray[np.float64], LoadedInfo]:
-    """Returns 8 greedy tokens after PROMPT, and the logprobs of the 257 tokens of the vocabulary at each of them."""
+    """Returns 8 greedy tokens after PROMPT, and at each of them the logprobs of the 20 most likely tokens, by token id."""
     made = DeviceOptions(device="cpu", num_threads=1, **options)
     executor, info = build_device_executor(str(folder), dtype, PAGE_SIZE, 4, 64, 0.5, None, made, lambda _: None)
     try:

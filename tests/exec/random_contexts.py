@@ -46,13 +46,13 @@ class World:
     num_pages: int = 512
     few_pages: int = 160  # size of a small KV pool, which has fewer pages than all requests need
     mates: int = 14  # largest number of other requests
-    turns: int = 40  # number of turns of the loop in which requests arrive
+    turns: int = 40  # number of iterations of the scheduler loop in which requests arrive
     mate_prompts: tuple[int, ...] = (1, 3, 17, 40, 100)  # possible numbers of prompt tokens of other requests
     mate_tokens: int = 40  # largest number of output tokens of other requests
     chunks: tuple[int, ...] = (0, 0, 4, 8, 20, 64, 128)  # possible chunk sizes in tokens; 0: no chunks
     max_drafts: int = 0  # largest number of draft tokens per row; 0: no drafting
     adapts_drafts: bool = True  # whether the controller chooses the number of draft tokens
-    drafts_by_model: bool = False  # whether a draft model drafts, not n-grams
+    drafts_by_model: bool = False  # whether a draft model drafts instead of n-grams
     groups: tuple[CacheGroup, ...] = ()  # cache groups of the model
 
     def config(self, **given: Any) -> SchedulerConfig:
@@ -114,17 +114,18 @@ class Context:
     """A run: configuration, tested request and other requests."""
 
     config: SchedulerConfig
-    overlap: bool  # whether the loop overlaps host and device work
+    overlap: bool  # whether the scheduler loop overlaps host and device work
     before: tuple[Asked, ...]  # requests that end before any other request arrives
-    arrivals: tuple[tuple[int, Asked], ...]  # (turn of the loop, other request that arrives in it)
+    arrivals: tuple[tuple[int, Asked], ...]  # (iteration of the scheduler loop, other request that arrives in it)
     target: Asked  # the tested request
-    at: int  # turn of the loop in which the tested request arrives
+    at: int  # iteration of the scheduler loop in which the tested request arrives
 
 
 class Turned:
-    """A new scheduler on an executor that may have served other schedulers before. The test runs each turn of the loop.
+    """A new scheduler on an executor that may have served other schedulers before.
 
-    For each row, grammar masks are filled only after a random number of draft tokens, as if the step had no more time.
+    The test runs each iteration of the scheduler loop.
+    After the draft tokens of a row, at most a random number of grammar masks are filled, as if the step had no more time.
     """
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:

@@ -1,4 +1,4 @@
-"""Each fault below, which a change of the code could introduce, fails an assert of the product."""
+"""Seeds faults that a change of the code could introduce. Each fault must fail an assert of the product."""
 
 from __future__ import annotations
 

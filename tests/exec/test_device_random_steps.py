@@ -24,7 +24,7 @@ from tests.night import NIGHTLY
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 STEPS = 2000 if DEVICE != "cpu" else 300
-TURNS = 60  # turns of the loop in one random run; then all requests run to their ends
+TURNS = 60  # iterations of the scheduler loop in one random run; then all requests run to their ends
 KERNELS = ["auto"] if DEVICE != "cpu" else ["cpp", "torch"] if NIGHTLY else ["cpp"]
 PAGE_SIZES = (4, 1, 16)
 NEAR = 2e-3  # difference of two logits below which rounding may exchange the tokens

@@ -1,4 +1,4 @@
-"""All features at once on the real executor with a small KV pool: each output equals that of transformers."""
+"""All features together on the real executor with a small KV pool: each output equals that of transformers."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Gated(PageCopier):
         bring = super().group_loader(memory, rows, pages)
 
         def gated(group: int) -> None:
-            assert self.may.acquire(timeout=DEADLINE_S), "the test did not release the next group in time"
+            assert self.may.acquire(timeout=DEADLINE_S), f"the test did not release the next group within {DEADLINE_S:.0f} s"
             if self.error is not None:
                 raise self.error
             bring(group)
@@ -69,7 +69,7 @@ class Loading:
         self.mover.begin(PageOperation(7, kind, KEYS[: len(pages)], pages, host_pages))
 
     def fact(self) -> Fact:
-        assert self.facts.acquire(timeout=DEADLINE_S), "the mover reported no fact in time"
+        assert self.facts.acquire(timeout=DEADLINE_S), f"the mover reported no fact within {DEADLINE_S:.0f} s"
         self._facts += self.mover.facts()
         return self._facts.pop(0)
 
@@ -276,7 +276,7 @@ class TestFailures:
 
 
 class TestOnADevice:
-    """Tests with a device, on whose stream all groups of a load are queued at once."""
+    """Tests with a device, on whose stream all groups of a load are queued before the load is reported."""
 
     class Streams(HostStreams):
         on_host = False
@@ -302,7 +302,7 @@ class TestOnADevice:
 
 
 class Recorded(HostArrival):
-    """An arrival that checks its waits. On a device, a wait for a group that is not queued yet would wrongly return at once."""
+    """An arrival that checks its waits. On a device, a wait for a group that is not queued yet would return too early."""
 
     def wait(self, group: int) -> None:
         assert self._complete > group, "the group's event was recorded before the wait"

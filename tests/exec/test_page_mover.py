@@ -70,7 +70,7 @@ class Moving:
     def fact(self) -> Fact:
         """Waits for the next fact of an operation and returns it."""
         while True:
-            assert self.woken.acquire(timeout=DEADLINE_S), "the mover reported no fact in time"
+            assert self.woken.acquire(timeout=DEADLINE_S), f"the mover reported no fact within {DEADLINE_S:.0f} s"
             for fact in self.mover.facts():
                 if fact.op_id != UNASKED:
                     return fact
@@ -172,7 +172,7 @@ def test_load_does_not_wait_for_a_backup(moving: Moving, monkeypatch: pytest.Mon
 
 
 def test_fetch_waits_for_an_earlier_load_into_the_same_page(moving: Moving) -> None:
-    """The load was reported early, so the core has already given its page to another request, which fetches into it."""
+    """The load was reported early. So the core has already given its page to another request, which fetches into the page."""
     moving.moved(OperationKind.BACK_UP, [0], [0])
     moving.moved(OperationKind.STORE, [], [0])
     coming = HostArrival(2)

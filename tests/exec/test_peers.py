@@ -200,7 +200,7 @@ def test_decode_worker_continues_a_handed_over_request_with_the_same_bits(apart:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_pages_of_an_aborted_prompt_are_not_published(apart: Apart, plain: Served, when: str) -> None:
-    """Before the read of the first chunk ends, the pages belong to another prompt."""
+    """The prompt is aborted during the read of its first chunk. The pages then belong to another prompt before the read ends."""
     ids, begun = prompt(0), threading.Event()
 
     def wait() -> None:
@@ -228,7 +228,7 @@ def test_second_worker_computes_missing_pages_when_the_first_worker_dies_between
     until(apart, lambda: handle in apart._ahead)
     deadline = time.monotonic() + 60.0
     while not apart.second.core.stats().pulled_pages_total:
-        assert time.monotonic() < deadline, "the first chunk was not read in time"
+        assert time.monotonic() < deadline, "the first chunk was not read within 60 s"
         apart.second.turn()  # only the second executor runs, so the first computes no second chunk
     assert apart.first.answers[handle].finish is None, "the first executor must still compute the prompt"
     server = apart.first.executor.kv_server
@@ -299,7 +299,7 @@ def test_answers_of_two_workers_have_the_same_bits_as_answers_of_one_worker(apar
     while not all(answer.finish for served in (apart.first, apart.second) for answer in served.answers.values()) or len(
         gone_on
     ) < len(asked):
-        assert time.monotonic() < deadline, "the requests did not end in time"
+        assert time.monotonic() < deadline, "the requests did not end within 120 s"
         turns(1)
     for handle, second in gone_on.items():
         if second < 0:

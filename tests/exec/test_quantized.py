@@ -78,7 +78,8 @@ def test_quantized_weight_is_close_to_its_elements(
     weight[1] = 0.0
     found = quantized("w", weight, scheme)
     steps = found.scales.abs().repeat_interleave(shape[1] // found.scales.shape[1], 1)
-    # The largest element of the other sign may exceed the codes of 4 bits by half a step, and a rounded scale by a little.
+    # With 4 bits, an element whose sign is opposite to that of the largest element may exceed the largest code, 7, by up to one
+    # step. Rounding of the scale adds a little.
     allowed = 0.501 if scheme.bits == 8 else 1.04
     assert bool(((found.dequantized() - weight).abs() <= steps * allowed + 1e-9).all())
     assert torch.equal(found.dequantized()[1], weight[1])

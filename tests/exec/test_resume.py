@@ -1,4 +1,4 @@
-"""A request that continues on a second engine gets the rest of its output, at whatever token the first engine stopped.
+"""A request that stops on one engine after various numbers of tokens gets the rest of its output on a second engine.
 
 The engines run the demo model on the CPU in float32, with its tokenizer and grammars.
 """
@@ -41,7 +41,7 @@ class Book:
 
 @dataclass
 class Engine:
-    """A worker's scheduler core with its executor. The test runs the iterations of the loop."""
+    """A worker's scheduler core with its executor. The test runs the iterations of the scheduler loop."""
 
     executor: DeviceExecutor
     jump: bool = True

@@ -81,7 +81,7 @@ def config_for(**changes: Any) -> SchedulerConfig:
 
 
 class Served:
-    """A scheduler and its executor. The test runs the turns of the loop."""
+    """A scheduler and its executor. The test runs the iterations of the scheduler loop."""
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:
         self.config = config
@@ -206,7 +206,7 @@ def test_outputs_equal_transformers_with_retractions(checkpoint: Checkpoint, ove
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
 @pytest.mark.parametrize("checkpoint", ["qwen3.5", "qwen3.5-window", "gemma3"], indirect=True, scope="module")
 def test_outputs_equal_transformers_with_draft_tokens_and_retractions(checkpoint: Checkpoint, overlap: bool) -> None:
-    """The drafter proposes transformers' tokens, with errors. Three requests run at once, so that each gets four draft tokens."""
+    """The drafter proposes transformers' tokens, with errors. Only three requests run, so that each gets four draft tokens."""
     served = serve(checkpoint, config_for(retract_interval=6, max_drafts=4, speculative_adaptive=False), overlap)
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, checkpoint.answers, strict=True)]
     guess_with(served.executor, Guesses(texts, 0.3, 257))  # type: ignore[arg-type]

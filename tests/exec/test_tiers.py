@@ -151,7 +151,7 @@ def test_step_runs_while_later_layers_are_loaded(
     asked: threading.Semaphore
 
     def before(group: int) -> None:
-        assert not group or asked.acquire(timeout=DEADLINE_S), "no step has waited for a layer in time"
+        assert not group or asked.acquire(timeout=DEADLINE_S), f"no step has waited for a layer within {DEADLINE_S:.0f} s"
 
     def wait(layer: int, ask: Callable[[int], None] = arrivals.wait) -> None:
         if arrivals._awaited:
@@ -212,7 +212,7 @@ class TestDuringALoad:
 
 
 def _wait_for_event(may_continue: threading.Event) -> None:
-    assert may_continue.wait(DEADLINE_S), "the test did not release the load in time"
+    assert may_continue.wait(DEADLINE_S), f"the test did not release the load within {DEADLINE_S:.0f} s"
 
 
 SCHEDULES = 60 if NIGHTLY else 4

@@ -1,4 +1,4 @@
-"""A scheduler and a real executor with KV tiers or with a remote worker. The test runs each turn of the loop."""
+"""A scheduler and a real executor with KV tiers or with a remote worker. The test runs each iteration of the scheduler loop."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Served:
     """A scheduler and its executor."""
 
     def __init__(self, executor: DeviceExecutor, core: Scheduler, prefers_reading: bool = True, poisoned: bool = False) -> None:
-        """Creates a loop without requests.
+        """Creates a worker's scheduler loop without requests.
 
         Args:
             executor: the executor.
@@ -139,7 +139,7 @@ class Served:
         return self._next - 1
 
     def turn(self, wait_s: float = 0.0) -> bool:
-        """Runs one turn of the worker's loop. Returns whether a request or a page operation is unfinished.
+        """Runs one iteration of the scheduler loop. Returns whether a request or a page operation is unfinished.
 
         Args:
             wait_s: longest wait in seconds for the end of an operation if there is no step to run.

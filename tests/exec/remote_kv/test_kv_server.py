@@ -134,7 +134,7 @@ BAD = {
     "a request of kind 0": HELLO + bytes(frames.REQUEST_BYTES),
 }
 SILENT = {
-    "at once": (b"", {}),
+    "from the start": (b"", {}),
     "in its hello": (HELLO[:9], {"malformed": 1}),
     "in its layout": (HELLO[:-1], {"malformed": 1}),
     "after its hello": (HELLO, {}),

@@ -212,7 +212,7 @@ def test_server_grants_one_staging_area_per_connection_for_a_known_reservation(
 
 
 def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Reads all pages twice over TCP, and returns the warnings. There is at most one, because NIXL is not tried again at once."""
+    """Reads all pages twice over TCP, and returns the warnings: at most one, because NIXL is not tried again immediately."""
     opened, one = served.opened(pages=PAGES), reader(carrier=own)
     for _ in range(2):
         assert pull(one, served.source(opened), opened, 0, POOL_PAGES) == served.pool.bytes_of(PAGES)

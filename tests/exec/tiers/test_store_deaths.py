@@ -115,12 +115,12 @@ class Writers:
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def die(self, number: int, writes: int, seconds: float, reported: list[bytes]) -> None:
-        """Starts a writer of pages from `number` on, and kills it `seconds` after `writes` writes.
+        """Starts a writer of pages from `number` on, and kills it `seconds` after `writes` + 1 writes.
 
         Args:
             number: first page.
-            writes: number of writes.
-            seconds: seconds after the last of these writes.
+            writes: number of writes before the last write.
+            seconds: seconds from the last write to the kill.
             reported: receives the page keys that the writer reports as stored.
         """
         assert self._process.stdin and self._process.stdout
