@@ -1,7 +1,7 @@
 """Parametrizes a test with a few cases, which together contain every pair of values of any two axes, instead of the product.
 
-The choice is greedy over the whole product (Cohen, Dalal, Fredman, Patton: The AETG System, 1997). The next case is the one with
-the most pairs that no earlier case has; of several such cases, it is the first in the product's order. Equal axes always give
+The choice is greedy over the whole product (Cohen, Dalal, Fredman, Patton: The AETG System, 1997). Each step takes the case with
+the most pairs that no earlier case has. On a tie, it takes the first such case in the product's order. Equal axes always give
 equal cases.
 """
 
@@ -48,7 +48,7 @@ def each_pair(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[s
 
 
 def each_value(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test with cases that contain each value at least once. Use it for axes that the code never combines."""
+    """Parametrizes a test with cases that contain each value. Use it for axes whose values the code never combines."""
     sizes = [len(axis) for axis in axes.values()]
     return _parametrized(axes, [tuple(index % size for size in sizes) for index in range(max(sizes))], indirect)
 

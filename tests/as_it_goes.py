@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-LONG_S = 60.0  # seconds from which a passed test is printed
+LONG_S = 60.0  # a test that took at least this many seconds is printed
 
 
 class AsItGoes:

@@ -31,13 +31,13 @@ MEASURED = (
     "tests/services/tokenizer/test_long_requests.py",
     "tests/services/worker/control/test_control_process.py",
 )
-# Groups of folders by night. All other folders are one more group.
+# Groups of folders by night. All other folders except tests/e2e are one more group.
 PARTS = {
     "scheduler": ("tests/core", "tests/sim"),
     "executor": ("tests/exec", "tests/kernels", "tests/gpu"),
     "services": ("tests/services", "tests/grammar"),
 }
-# By night, a test without its own limit may take hours.
+# By night, a test without a separate time limit may run for 4 hours.
 AT_NIGHT = ("-ra", "--durations", "50", "--timeout", str(4 * 3600), "-p", "tests.as_it_goes")
 
 
@@ -46,9 +46,9 @@ def groups(processes: int, night: bool) -> dict[str, list[str]]:
 
     Args:
         processes: number of pytest processes. Each runs one file at a time (tests/spread.py), in the order of tests/conftest.py.
-            By day, some groups get one or two more processes, because waiting tests leave cores idle. On two cores with three
-            processes, cores are still idle for a fifth of the time in the group `by parts`, and for less than a tenth in
-            `end to end`.
+            By day, `by parts` gets two more processes and `end to end` gets one more, because waiting tests leave cores idle.
+            Measured on two cores with three processes: cores are idle for a fifth of the time in `by parts`, and for less than a
+            tenth in `end to end`.
         night: whether to return the groups of a nightly run.
     """
     side_by_side = _spread(processes)

@@ -10,7 +10,8 @@ not change if a test or its case ids are renamed.
 | `seed` | Another seed selects other cases. Default 0. |
 | any other name | Value of a parameter. The mark then applies only to cases with this value. |
 
-If several marks apply to a case, the nearest one counts. On a machine with a GPU, all cases of the tests in WHOLE_ON_GPU run.
+If several marks apply to a case, the mark of the function counts, then that of its class, then that of the module. On a machine
+with a GPU, all cases of the tests in WHOLE_ON_GPU run.
 """
 
 from __future__ import annotations

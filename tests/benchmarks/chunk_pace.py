@@ -23,7 +23,13 @@ DEFAULT_S = float(WorkerSettings.model_fields["adaptive_chunk_s"].default)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adaptive-chunk-s", type=float, default=DEFAULT_S, metavar="S", help=f"default {DEFAULT_S}")
+    parser.add_argument(
+        "--adaptive-chunk-s",
+        type=float,
+        default=DEFAULT_S,
+        metavar="S",
+        help=f"most seconds between decode steps; default {DEFAULT_S}",
+    )
     add_flags(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

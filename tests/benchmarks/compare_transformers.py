@@ -37,7 +37,7 @@ REFERENCES = ("transformers", "executor")
 CHILD_TIMEOUT_S = 3600.0
 WARMUP_STREAM = 999
 BUSY_SAMPLE_S = 1.0  # seconds over which the CPU use of other processes is measured
-BUSY_LIMIT = 0.2  # cores used by other processes above which a round's ratio is unreliable
+BUSY_LIMIT = 0.2  # if other processes use more cores than this, a round's ratio is unreliable
 
 
 class MeasurementFailed(Exception):

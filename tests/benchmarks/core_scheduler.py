@@ -1,8 +1,8 @@
 """Cost of the scheduler's decisions on one core: python -m tests.benchmarks.core_scheduler [--against OTHER] [--pairs N]
 
 Prints medians in microseconds. With --against, this checkout and OTHER (a checkout with its own .venv) are measured in
-alternating order, each in its own process. The output is then the ratio of the medians, this checkout's over OTHER's, with 95 %
-intervals.
+alternating order, each in its own process. The output then has the ratio of this checkout's time to OTHER's: the median over the
+pairs, with its 95 % interval.
 """
 
 from __future__ import annotations

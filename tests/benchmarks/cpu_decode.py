@@ -2,9 +2,9 @@
 
 The model has random bf16 weights in a shape of make_model. For each batch, the output has prefill tokens per second, the time of
 a decode step, and output tokens per second (prefill and decode). A second line has the seconds of our run (prefill and decode)
-per kernel group and between kernels. A third line has the bytes of weights that a decode step reads, with experts that have rows,
-and the time of a step as a multiple of the time in which the same threads read as many bytes. For this, `--pairs` further steps
-and reads alternate. If --quantization has several forms and --rounds is above 1, the last lines have the median
+per kernel group and between kernels. A third line has the bytes of weights that a decode step reads, with only those experts that
+have rows, and the time of a step as a multiple of the time in which the same threads read as many bytes. For this, `--pairs`
+further steps and reads alternate. If --quantization has several forms and --rounds is above 1, the last lines have the median
 ratios of each form to the first one over all rounds, with 95 % intervals.
 
 With --contexts, decode steps of one request alternate between contexts, and between our executor and transformers. The output has

@@ -1,9 +1,9 @@
 """Cost of an expert distribution record on a CPU: python -m tests.benchmarks.expert_record_cost [--threads N] [--pairs N]
 
 A mixture with random bf16 weights decodes: Qwen3-MoE with 12 layers of width 1,024, and 4 of 32 experts per token. Every second
-step counts experts. For each number of rows, and for prompts of 512 tokens, it prints the median CPU time of a step, the median
-ratio of the time with counts to the time without them in successive steps, and its 95 % interval. CPU time is less disturbed by
-other work on the machine than wall time.
+step counts experts. For each number of rows, and for prompts of 512 tokens, the benchmark prints the median CPU time of a step,
+the median ratio of the time with counts to the time without them in successive steps, and its 95 % interval. CPU time is less
+disturbed by other work on the machine than wall time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.exec.driver import Driver, Sequence
 
 PAGE_SIZE, MAX_SLOTS = 16, 32
 NUM_IN, PROMPT = 64, 512  # tokens of the prompts before the decode steps, and of the measured prompts
-MOST_PROMPTS = 41  # pairs of measured prompts
+MOST_PROMPTS = 41  # largest number of pairs of measured prompts
 SHAPE = {
     "vocab_size": 32_768,
     "hidden_size": 1024,

@@ -9,9 +9,9 @@ The whole system runs with the demo model and two API keys. Chats with one key a
 - the growth of each service's memory since just before the attack: at its peak, and a few seconds after the attack. The worker's
   KV pool is fully written before the first attack.
 
-With --minutes, all attacks run at once, repeatedly, for this time. The growth of memory then has a limit at its peak, and another
-limit two minutes after the attacks. The exit status is 1 if a chat fails, memory exceeds a limit, or the machine is too slow even
-in quiet seconds.
+With --minutes, all attacks run at the same time, repeatedly, for this time. The growth of memory then has a limit two minutes
+after the attacks and, except for the worker, another limit at its peak. The exit status is 1 if a chat fails, memory exceeds a
+limit, or the machine is too slow even in quiet seconds.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SERVICES = ("gateway", "tokenizer", "detokenizer", "worker-0")
 EVERY_S = 0.5  # seconds between the starts of two chats
 TOKENS = 8  # output tokens of a chat
 QUIET_S = 10.0  # seconds of chats without an attack
-SETTLE_S, LATER_S = 5.0, 120.0
+SETTLE_S, LATER_S = 5.0, 120.0  # seconds from the end of an attack, and of all attacks, to the measurement of memory
 SAMPLE_S = 0.2
-KV_TOKENS = 1 << 17  # tokens; the prompts of one attack `batch` have more, so that they fill the whole pool
-PEAK_MIB, AFTER_MIB = 300, 50
+KV_TOKENS = 1 << 17  # tokens of the worker's KV pool; the prompts of one attack `batch` have more tokens and fill the whole pool
+PEAK_MIB, AFTER_MIB = 300, 50  # limits of the growth of a service's memory: at its peak, and LATER_S after the attacks
 PROBER, STRANGER = "prober", "stranger"
 
 
@@ -184,7 +184,7 @@ async def all_at_once(system: System, memory: Memory, names: Sequence[str], minu
     """Runs all attacks repeatedly and prints the memory of each service.
 
     Returns:
-        Whether no chat failed and memory exceeded no limit.
+        True if no chat failed and memory exceeded no limit.
     """
     before, idle = await quiet(system.url), memory.now()
     memory.begin()

@@ -100,7 +100,7 @@ def prompts(port: int, key: str) -> Responses:
 
 
 def values(port: int, key: str) -> Responses:
-    """Sends four bodies of 20 million empty objects each, and four with the largest permitted number of token ids."""
+    """Sends four bodies of 20 million empty objects each, and four of two million token ids each."""
     empty = b'{"model": "demo", "prompt": [' + b"{}," * 20_000_000 + b"{}]}"
     ids = b'{"model": "demo", "prompt": [' + b"1000," * 2_000_000 + b"1000]}"
     return in_threads([lambda body=body: post(port, key, COMPLETIONS, body) for body in (empty, ids) * 4])  # type: ignore[misc]

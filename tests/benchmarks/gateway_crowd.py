@@ -130,11 +130,11 @@ async def crowd(process: psutil.Process, port: int, idle: int, streams: int) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--idle", type=int, default=2000, help="connections")
+    parser.add_argument("--idle", type=int, default=2000, help="number of idle connections")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=200, help="output tokens per stream")
     parser.add_argument("--step-s", type=float, default=0.1, help="seconds between two tokens of a stream")
-    parser.add_argument("--deadline-s", type=float, default=45.0, help="of a request")
+    parser.add_argument("--deadline-s", type=float, default=45.0, help="seconds after which the gateway ends a request")
     args = parser.parse_args()
     more = ("--request-timeout-s", str(args.deadline_s))
     with Gateways({"this": ROOT}, args.tokens, step_s=args.step_s, more=more) as gateways:

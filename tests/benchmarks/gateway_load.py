@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--connections", type=int, default=16, help="requests in flight")
     parser.add_argument("--body-bytes", type=int, default=220_000)
-    parser.add_argument("--bodies", type=int, default=64, help="different ones")
+    parser.add_argument("--bodies", type=int, default=64, help="number of different request bodies")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(

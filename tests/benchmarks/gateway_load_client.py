@@ -65,7 +65,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _is_complete(head: bytes, body: bytes) -> bool:
-    """Whether the body is complete. A chunked body ends with the empty chunk. No event of a stream ends with these bytes.
+    """Returns whether the body is complete. A chunked body ends with the empty chunk. No event of a stream ends with these bytes.
 
     Args:
         head: status line and headers in lower case.

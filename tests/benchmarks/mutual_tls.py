@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=16, help="number of concurrent requests")
     parser.add_argument("--tokens", type=int, default=16, help="output tokens per response")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of a turn")
     parser.add_argument("--pairs", type=int, default=5)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:

@@ -26,7 +26,7 @@ LOG_TAIL_CHARS = 3000
 
 
 class ServerFailed(Exception):
-    """Raised if the server ends or does not become ready in time. The message contains the end of the server's log."""
+    """Raised if the server ends or is not ready after START_S seconds. The message contains the end of the server's log."""
 
 
 def server_command(template: str, model: Path, port: int) -> list[str]:
@@ -50,7 +50,7 @@ def running_server(template: str, model: Path, log: Path, checkout: Path = ROOT)
         checkout: repository whose code the server runs; also the working directory of the server.
 
     Raises:
-        ServerFailed: the server ended or was not ready in time.
+        ServerFailed: the server ended or was not ready after START_S seconds.
     """
     (port,) = free_ports(1)
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -99,7 +99,7 @@ class Side:
         self.seconds = 0.0
 
     def advance(self, turns: int) -> bool:
-        """Runs iterations of the loop and returns whether requests are unfinished.
+        """Runs iterations of the scheduler loop and returns whether requests are unfinished.
 
         Waits for the step in flight, so that its time does not count for the other side.
         """
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--settled", type=int, default=0, help="unmeasured runs on the same scheduler before the first pair")
     parser.add_argument(
-        "--turns", type=int, default=16, help="iterations of the loop on one side before the other side runs as many"
+        "--turns", type=int, default=16, help="iterations of the scheduler loop on one side before the other side runs as many"
     )
     parser.add_argument("--only", choices=["guesses", "wrong guesses", "no guesses"])
     options = parser.parse_args()

@@ -78,7 +78,7 @@ def ttft(one: Served, ids: Sequence[int]) -> tuple[float, int]:
 
 
 def until_answered(one: Served, handles: Sequence[int]) -> None:
-    """Runs the loop until all requests have ended. As in a worker, an iteration without a step waits for tier operations."""
+    """Runs the scheduler loop until all requests have ended. As in a worker, it waits for tier operations if it has no step."""
     while any(one.answers[handle].finish is None for handle in handles):
         one.turn(wait_s=OPERATION_WAIT_S)
 

@@ -30,7 +30,7 @@ from tests.gpu.wheels import install
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "build/gpu-cache"  # folder of compiled kernels
-COMPILERS = 16  # compilers of FlashInfer's kernels, summed over all processes; each needs a core and gigabytes of memory
+COMPILERS = 16  # largest number of compilers of FlashInfer's kernels in all processes; each needs a core and gigabytes of memory
 NO_GPU = 2  # exit status if there is no GPU, or if the check fails before the first part
 MACHINE_S = 240.0  # time limit in seconds of tests.gpu.machine, which may import torch from a cold disk
 LEAST_S = 20.0  # seconds of --limit-s that must be left to start a part
@@ -56,7 +56,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--at-once", type=int, default=1, help="number of test parts that run at the same time, before all benchmarks"
     )
-    parser.add_argument("--keep", action="store_true", help="accept results of other files and versions; the report marks them")
+    parser.add_argument(
+        "--keep", action="store_true", help="accept results measured with other files or versions; the report marks them"
+    )
     return parser
 
 
@@ -64,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the check. Returns the exit status.
 
     Returns:
-        0 if all chosen parts are done, 1 if some are not, 2 if there is no GPU or the check fails before the first part.
+        0 if all chosen parts are done or listed, 1 if some are not done, 2 if there is no GPU or the check fails before the first
+        part.
     """
     options = arguments().parse_args(argv)
     begun = time.monotonic()

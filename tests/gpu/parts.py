@@ -12,7 +12,7 @@ from pathlib import Path
 TESTS, BENCHMARK = "tests", "benchmark"
 BACKEND_TESTS = ("gpu/test_backends", "exec/test_flashinfer_signatures", "exec/test_flashinfer_backend")
 COMPILERS = 8  # pytest processes of a part that mostly compiles with Triton; each uses one core
-CONTEXTS = 7  # pytest processes of a part that mostly runs small steps: one per test
+CONTEXTS = 7  # pytest processes of a part that mostly runs small steps: one per test case of test_deterministic
 COMPILING = 4  # pytest processes of a part that mostly runs nvcc; each starts several compilers (check.compilers())
 
 
@@ -40,8 +40,8 @@ class Part:
 def _tests(name: str, about: str, limit_s: int, *paths: str, processes: int = 1) -> Part:
     """Returns a part that runs tests.
 
-    pytest prints the name of each test. If one test takes half of `limit_s`, pytest prints its stack. If one test takes almost
-    `limit_s`, pytest ends it.
+    pytest prints the name of each test. If one test takes half of `limit_s`, pytest prints its stack. If one test takes `limit_s`
+    minus 25 s, pytest ends it.
     """
     flags = ("-m", "pytest", "-v", "-ra", "--tb=short", "--durations=5", "--color=no", "--junitxml={out}")
     plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.lost_device")
@@ -56,7 +56,7 @@ def _at_once(processes: int) -> int:
 
 
 def _kernel_tests(root: Path) -> tuple[Part, ...]:
-    """Returns three parts with the tests of the Triton kernels. One part would exceed its time limit by compiling."""
+    """Returns three parts with the tests of the Triton kernels. Compiling all kernels would exceed the time limit of one part."""
     groups: dict[str, list[str]] = {"layers": [], "attention": ["tests/exec/test_attention_backends.py"], "sampling": []}
     for path in sorted((root / "tests/kernels").glob("test_triton_*.py")):
         name = path.stem.removeprefix("test_triton_")

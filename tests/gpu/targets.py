@@ -71,7 +71,7 @@ TARGETS = (
     Target(_VERSUS, "fixed.speedup", "against transformers' continuous batching, 64 × 512/256", "×", least=2.0),
     Target(_VERSUS, "prompts.speedup", "against transformers' continuous batching, 64 × 1024/32", "×", least=2.0),
 )
-GAPS_WORTH_MENTION = 0.05  # share of idle time between launches from which the advice is about this idle time
+GAPS_WORTH_MENTION = 0.05  # a larger share of idle time between launches is the subject of the advice
 
 
 def judge(results: Iterable[Result], device: str) -> tuple[Judged, ...]:

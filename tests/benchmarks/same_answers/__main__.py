@@ -55,7 +55,7 @@ class Part:
 
 
 async def ask_all(url: str, cases: Sequence[Case], at_once: int) -> list[Answer]:
-    """Returns the responses in the order of the cases. `at_once` requests are in flight at a time."""
+    """Returns the responses in the order of the cases. At most `at_once` requests are in flight at a time."""
     limit = asyncio.Semaphore(at_once)
     async with open_http(timeout_s=TIMEOUT_S) as http:
 
@@ -94,7 +94,7 @@ def run_part(urls: dict[str, str], part: Part) -> int:
         if found := part.compare(*answers):
             different += 1
             print(report(case, answers, found), flush=True)
-    print(f"{part.title}: {different} of {len(part.cases)} answers differ ({seconds:.0f} s)", flush=True)
+    print(f"{part.title}: {different} of {len(part.cases)} responses differ ({seconds:.0f} s)", flush=True)
     return different
 
 
@@ -115,8 +115,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit from the with block stops the servers
-    # Two outputs of one request share a step only if they happen to be ready together. Only deterministic workers then repeat the
-    # outputs exactly.
+    # Whether two outputs of one request share a step depends on timing. So only deterministic workers repeat the outputs exactly.
     single, cases = corpus(args.seed, args.requests, without=(SEVERAL,)), corpus(args.seed, args.requests)
     alone = Part(f"{len(single)} requests, one at a time", single, 1, served(compare_cached=True))
     together = Part(f"{len(cases)} requests, {AT_ONCE} at a time, deterministic", cases, AT_ONCE, served(compare_cached=False))

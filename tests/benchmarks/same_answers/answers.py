@@ -123,7 +123,7 @@ def _add_choices(event: Json, by_index: dict[tuple[str, int], Json]) -> None:
 
 
 def _continues(before: Any, event: Json) -> bool:
-    """Whether both events are deltas of the same content part."""
+    """Returns whether both events are deltas of the same content part."""
     if not isinstance(before, dict) or "delta" not in event or not str(event.get("type")).endswith("delta"):
         return False
     if event["type"] == "message_delta":
