@@ -165,7 +165,7 @@ def encode_document(
 def make_row(
     tokenizer: PreTrainedTokenizerFast, rng: Random, length: int, tools_share: float = TOOLS_SHARE
 ) -> tuple[list[int], list[int]]:
-    """Returns consecutive conversations, of which the last one is cut at `length` tokens."""
+    """Returns the token ids and labels of consecutive conversations, cut at `length` tokens."""
     turns, longest = (LONG_ROW_TURNS, LONGEST_MESSAGE) if length == LONG_ROW else (SHORT_ROW_TURNS, 0)
     tokens: list[int] = []
     labels: list[int] = []

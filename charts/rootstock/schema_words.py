@@ -8,7 +8,7 @@ Schema = dict[str, Any]
 
 
 def closed(properties: dict[str, Schema], required: tuple[str, ...] = ()) -> Schema:
-    """Returns the schema of an object without other keys."""
+    """Returns the schema of an object that has no keys besides `properties`."""
     return {
         "type": "object",
         "additionalProperties": False,

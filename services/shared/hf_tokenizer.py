@@ -178,7 +178,11 @@ def _content(token: Any) -> str | None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Returns special tokens by name: the standard names, other `*_token` strings, and an `extra_special_tokens` object."""
+    """Returns the special tokens of a tokenizer config by name.
+
+    These are the tokens in SPECIAL_TOKEN_NAMES, other strings whose name ends with _token, and the entries of the object
+    extra_special_tokens.
+    """
     others = [k for k, v in config.items() if k.endswith("_token") and k not in SPECIAL_TOKEN_NAMES and isinstance(v, str)]
     tokens = {name: _content(config.get(name)) for name in (*SPECIAL_TOKEN_NAMES, *others)}
     extra = config.get("extra_special_tokens")

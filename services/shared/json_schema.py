@@ -20,7 +20,7 @@ def is_annotation(keyword: str) -> bool:
 
 
 def too_large(document: Any) -> str:
-    """Returns the fault if a parsed schema, or a document with schemas, exceeds a limit; otherwise "".
+    """Returns the fault if a parsed schema, or a document with schemas, exceeds a size limit of limits.py; otherwise "".
 
     The fault contains no value of the schema. The check stops at the first exceeded limit, which bounds its time.
     """

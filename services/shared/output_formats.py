@@ -67,7 +67,11 @@ class OutputFormats:
         return marks if len(marks) == 2 else ()
 
     def after(self, prompt: str) -> OutputFormats:
-        """Returns the formats of the output. `prompt`: the rendered prompt or its end, which may have opened the reasoning."""
+        """Returns the formats of the output of one request, whose prompt may already have opened the reasoning.
+
+        Args:
+            prompt: the rendered prompt, or its end.
+        """
         if self.reasoning not in ("think", "think_open"):
             return self
         reasoning = "think_open" if prompt.rstrip().endswith(_THINK[0]) else "think"

@@ -97,7 +97,7 @@ class UnservedParameter:
 
 
 def spelled(low: float | None, high: float | None) -> str:
-    """Returns a range in words."""
+    """Returns a range in words, such as "from 0 to 2" or "of at least 1"; "" for an unlimited range."""
     if high is None:
         return "" if low is None else f"of at least {low:.10g}"
     return f"from {low:.10g} to {high:.10g}"
@@ -122,7 +122,7 @@ def _renamed(openai: str, generate: str) -> Names:
 def _number(
     name: str, low: float, high: float, off: float, doc: str, of_model: bool = False, excludes_low: bool = False
 ) -> SamplingParameter:
-    """Returns a number's row. `off` is the default and the neutral value."""
+    """Returns the table row of a parameter of kind NUMBER. `off` is the default and the neutral value."""
     return SamplingParameter(
         _everywhere(name), name, Kind.NUMBER, doc, low, high, off, (off,), of_model, excludes_low=excludes_low
     )

@@ -105,7 +105,7 @@ class Boundaries:
 
     @functools.cached_property
     def allows_blanks(self) -> bool:
-        """Whether a run of blanks may be cut if both sides are much longer than max_token_chars and stitches() is true."""
+        """Whether a run of blanks may be cut if stitches() is true and at least 2 * max_token_chars blanks are on both sides."""
         if not self._known or not self._is_bpe or self._absorbs_blanks:
             return False
         if (" ", " ") in self._added_pairs or any(not text.strip() for text in self._added_texts):

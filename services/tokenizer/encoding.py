@@ -59,7 +59,7 @@ class EncodeJob:
         return sum(map(len, self.texts))
 
     def limited(self, ids: Sequence[int]) -> EncodedText:
-        """Applies the limit to the ids of a text. `ids` may be incomplete if it has more ids than the limit."""
+        """Applies max_tokens to the ids of a text. `ids` may be incomplete if it has more ids than max_tokens."""
         if not self.max_tokens or len(ids) <= self.max_tokens:
             return EncodedText(ids)
         return EncodedText(ids[: self.max_tokens] if self.truncates else (), len(ids))

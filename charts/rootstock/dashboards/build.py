@@ -321,7 +321,7 @@ PREFILL = Dashboard(
 
 
 def dcgm(series: str) -> str:
-    """Returns the query by pod, GPU and node.
+    """Returns the PromQL query of a metric of NVIDIA's DCGM exporter, by pod, GPU and node.
 
     The exporter names the GPU's pod in the label `pod`, or in `exported_pod` if the scrape configuration sets `pod` itself.
     """

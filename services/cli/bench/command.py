@@ -60,7 +60,7 @@ async def offer(sessions: Sequence[Session], args: argparse.Namespace, player: P
 
 
 async def warm_up(sessions: Sequence[Session], http: aiohttp.ClientSession, endpoint: Endpoint, concurrency: int) -> str | None:
-    """Sends the sessions. Returns the first error, or None if all requests succeed."""
+    """Sends the warm-up sessions. Returns the first error, or None if all requests succeed."""
     player = Player(http, endpoint)
     await closed_loop(sessions, concurrency, player.play)
     return next((f"{o.error}: {o.error_detail}" for o in player.outcomes if o.error is not None), None)

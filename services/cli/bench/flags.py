@@ -20,9 +20,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_request_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--endpoint", choices=sorted(PATHS), default="completions")
+    group.add_argument("--endpoint", choices=sorted(PATHS), default="completions", help="endpoint that gets the requests")
     group.add_argument("--model", help="name of the model; default: the first of /v1/models")
-    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--temperature", type=float, default=0.0, help="sampling temperature")
     group.add_argument("--ignore-eos", action="store_true", help="generate exactly the output length")
     group.add_argument(
         "--extra-body", type=json_object, default={}, metavar="JSON", help="object whose fields are added to every request"
@@ -31,8 +31,8 @@ def add_request_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_workload_flags(group: argparse._ArgumentGroup) -> None:
     spec = Spec("random")
-    group.add_argument("--workload", choices=list(WORKLOADS), default="random")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--workload", choices=list(WORKLOADS), default="random", help="kind of the generated requests")
+    group.add_argument("--seed", type=int, default=0, help="seed of the requests and of the Poisson arrivals")
     group.add_argument("--num-requests", type=int, help="default: 100 for random, the whole workload for the others")
     group.add_argument(
         "--input-len", type=int, default=spec.input_len, help="length of a prompt or turn in words; in tokens with --token-ids"

@@ -89,7 +89,7 @@ class Dialogue(Protocol):
 
 
 class Messages:
-    """Messages for /v1/chat/completions."""
+    """A dialogue as messages for /v1/chat/completions."""
 
     def __init__(self, system: str | None) -> None:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
@@ -104,7 +104,7 @@ class Messages:
 
 
 class RunningText:
-    """A text prompt for /v1/completions.
+    """A dialogue as a text prompt for /v1/completions.
 
     The system prompt and each completion end with a line end, so that the next turn does not change their tokens.
     """
@@ -122,7 +122,10 @@ class RunningText:
 
 
 class TokenIds:
-    """A prompt of token ids for /v1/completions. It has one turn, because the stream does not contain the completion's ids."""
+    """A dialogue as a prompt of token ids for /v1/completions.
+
+    It has one turn, because the stream does not contain the completion's ids.
+    """
 
     def __init__(self, system: tuple[int, ...] | None) -> None:
         self._ids = () if system is None else system

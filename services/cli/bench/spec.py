@@ -14,18 +14,18 @@ class Spec:
     name: str
     seed: int = 0
     num_requests: int | None = None  # None: 100 for `random`, the whole workload for the others
-    input_len: int = 256
-    output_len: int = 64
+    input_len: int = 256  # length of a prompt, or of a user's turn
+    output_len: int = 64  # max_tokens of a request
     range_ratio: float = 1.0  # shortest length as a fraction of the longest; 1 fixes the length
     token_ids: bool = False  # whether prompts are token ids instead of words
     id_min: int = 256  # smallest random token id
     id_max: int = 30_000  # end of the random token ids, exclusive
-    groups: int = 8
+    groups: int = 8  # generated-shared-prefix: groups with a common prefix
     prompts_per_group: int = 8
-    system_len: int = 1024
-    question_len: int = 128
-    conversations: int = 16
-    turns: int = 4
+    system_len: int = 1024  # length of the common prefix
+    question_len: int = 128  # length of the question after the prefix
+    conversations: int = 16  # multi-turn: number of conversations
+    turns: int = 4  # turns of each conversation
 
 
 def check(spec: Spec) -> None:

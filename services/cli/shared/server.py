@@ -52,19 +52,19 @@ class Server:
         self._port = parts.port or (443 if self._secure else 80)
 
     def get(self, path: str) -> Any:
-        """Returns the JSON of the response. Raises CommandFailed."""
+        """Sends a GET request and returns the JSON value of the response. Raises CommandFailed."""
         return self._json("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Returns the JSON of the response. Raises CommandFailed."""
+        """Sends a POST request with a JSON body and returns the JSON value of the response. Raises CommandFailed."""
         return self._json("POST", path, Content("application/json", json.dumps(body).encode()))
 
     def upload(self, path: str, content: Content) -> Any:
-        """Returns the JSON of the response. Raises CommandFailed."""
+        """Sends a POST request with any body and returns the JSON value of the response. Raises CommandFailed."""
         return self._json("POST", path, content)
 
     def pieces(self, path: str) -> Generator[bytes, None, None]:
-        """Yields a file in pieces as they arrive. Raises CommandFailed, with CUT_OFF if the file ends early."""
+        """Yields the body of a response in pieces as they arrive. Raises CommandFailed, with CUT_OFF if the body ends early."""
         with closing(self._connection()) as connection:
             response = self._request(connection, "GET", path, None)
             while piece := self._piece(response):
@@ -120,7 +120,7 @@ class Server:
         raise CommandFailed(Exit.FAILED, message, is_temporary=response.status in TEMPORARY)
 
     def _piece(self, response: HTTPResponse) -> bytes:
-        """Returns the next bytes, or b"" at the end."""
+        """Returns the next bytes of a response, or b"" at its end. Raises CommandFailed (CUT_OFF) if it ends early."""
         try:
             piece = response.read1(PIECE_BYTES)
         except (OSError, HTTPException) as error:
@@ -130,7 +130,7 @@ class Server:
         return piece
 
     def _line(self, response: HTTPResponse) -> bytes:
-        """Returns the next line, or b"" at the end."""
+        """Returns the next line of a response, or b"" at its end. Raises CommandFailed (CUT_OFF) if the connection fails."""
         try:
             line = response.readline(MAX_LINE_BYTES)
         except (OSError, HTTPException) as error:

@@ -77,7 +77,7 @@ class _Count:
 
 
 class Observer:
-    """Compares successive responses. A worker that is missing in a response is listed as gone for a minute."""
+    """Compares successive responses of /server_info. A worker that a response lacks is listed as gone for a minute."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}

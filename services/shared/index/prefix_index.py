@@ -55,18 +55,21 @@ BELOW_TTL_S = 300  # seconds from the end of a worker to the expiry of its entri
 
 
 def cache_namespace(lora: str, salt: str) -> str:
-    """Joins an adapter and a salt. Requests share KV only within one namespace; different pairs give different namespaces."""
+    """Returns the cache namespace of an adapter and a cache salt. Requests share KV only within one namespace.
+
+    Different pairs give different namespaces. Without an adapter and a salt, the namespace is "".
+    """
     return f"{len(lora)}:{lora}{salt}" if lora or salt else ""
 
 
 def salt_of(namespace: str) -> str:
-    """Returns the salt of a namespace."""
+    """Returns the cache salt in a result of cache_namespace()."""
     length, _, rest = namespace.partition(":")
     return rest[int(length) :] if namespace else ""
 
 
 def root_hash(model: str, revision: str, tokenizer: str, namespace: str) -> bytes:
-    """Returns the hash to which the first block is chained, HASH_BYTES long.
+    """Returns the hash to which the first block of a prompt is chained, HASH_BYTES long.
 
     Args:
         namespace: adapter and cache salt, as cache_namespace() joins them.
@@ -115,7 +118,7 @@ class BlockTier(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """A batch of changes of one worker, applied in the order stored, removed, host, storage.
+    """A batch of changes of the blocks that one worker caches, applied in the order stored, removed, host, storage.
 
     A hash is in at most one of these four lists. Exception: if a block moves from the device to a lower tier, its hash is also in
     `removed`.
@@ -135,7 +138,7 @@ class IndexEvent:
         return len(self.stored) + len(self.removed) + len(self.host) + len(self.storage)
 
     def fields(self) -> dict[bytes, bytes]:
-        """Returns the fields of the stream entry."""
+        """Returns the fields of the Redis stream entry for this event."""
         return {
             b"worker": self.worker.encode(),
             b"gen": str(self.generation).encode(),
@@ -165,7 +168,7 @@ def event_from(fields: Mapping[bytes, bytes]) -> IndexEvent:
 
 
 def split_hashes(joined: bytes) -> Iterator[bytes]:
-    """Yields the hashes in a field. Raises ValueError if the length is not a multiple of HASH_BYTES."""
+    """Yields the hashes in a field of a stream entry. Raises ValueError if its length is not a multiple of HASH_BYTES."""
     if len(joined) % HASH_BYTES:
         raise ValueError(f"a field of hashes has {len(joined)} bytes, not a multiple of {HASH_BYTES}")
     return (joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 
 class Histogram:
-    """The counts of one set of label values.
+    """The bucket counts and the sum of a histogram metric for one set of label values.
 
     One call adds its observations to the buckets in one step, so a scrape in another thread reads all of them or none. The scrape
     reads the sum separately. The sum may therefore lack the observations of this call, or include those of later calls.

@@ -60,7 +60,12 @@ def authorization(token: str) -> str:
 
 
 def accepts(token: str, given: bytes) -> bool:
-    """Whether an authorization value has the token, or no token is configured. The comparison takes constant time."""
+    """Whether an authorization header has the control token, or no token is configured. The comparison takes constant time.
+
+    Args:
+        token: the configured token; "" if none is configured.
+        given: value of the header.
+    """
     if not token:
         return True
     scheme, _, sent = given.partition(b" ")

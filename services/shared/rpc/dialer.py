@@ -44,7 +44,7 @@ class Dialer:
     failed: Callable[[str], None] = _ignore  # called with the name of the remote service after a TLS handshake has failed
 
     def channel(self, target: str, role: Role) -> grpc.aio.Channel:
-        """Returns a new channel for calls that start immediately.
+        """Returns a new channel with the current certificate files. It is not replaced when the files change.
 
         Args:
             target: host:port.
@@ -98,7 +98,7 @@ class LongLivedChannel:
     async def close(self, grace_s: float | None = None) -> None:
         """Closes the current channel when its calls have ended, at the latest after `grace_s` seconds.
 
-        None closes it at once. Calls over replaced channels are no longer awaited.
+        None ends its calls immediately. Calls over replaced channels are no longer awaited.
         """
         for closing in self._closing:
             closing.cancel()

@@ -23,8 +23,8 @@ from rootstock_llm.services.shared.tls.roles import Role
 
 CLOSE_S = 1.0  # seconds that connections get to close, even if the grace period has passed
 TERMINATED = 128 + signal.SIGTERM  # exit status after SIGTERM, by the shells' convention
-SHUTTING_DOWN = "the server is shutting down"  # status of a call after the drain
-GOING_AWAY = "the service is going away"  # status of a stream that a stopping service ends
+SHUTTING_DOWN = "the server is shutting down"  # error message of a call that arrives after the drain
+GOING_AWAY = "the service is going away"  # error message of a stream that a stopping service ends
 DRAIN_QUIET_S = 0.02  # time without a message after which a stopping service ends a stream
 DRAIN_S = 0.2  # longest time that a stopping service reads a stream
 HEALTH = "/grpc.health.v1.Health/"  # prefix of the health service's methods

@@ -1,8 +1,8 @@
 """A certificate, its key and its authorities, from files that may be replaced while the process runs.
 
-now() checks the files for a change, at most once per CHECK_S. All files are read in the same state, because cert-manager and the
-kubelet replace them together by changing the target of a link. If new files cannot be used, an error is logged, and the content
-read before stays in use.
+now() checks the files for a change, at most once per CHECK_S. If a file changes while the files are read, all are read again, so
+that certificate, key and authorities belong together: cert-manager and the kubelet replace them together by changing the target
+of a link. If new files cannot be used, an error is logged, and the content read before stays in use.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CertificateFiles:
         logger.info("reloaded the TLS files", extra=fields(files=str(self)))
 
     def _read(self, version: int) -> tuple[Signature, Certificates]:
-        """Reads all files in the same state. Raises OSError, ssl.SSLError or ValueError."""
+        """Reads all files, and again if one has changed meanwhile. Raises OSError, ssl.SSLError or ValueError."""
         for _ in range(TRIES):
             before = self._signature()
             certificate, key, authorities = (path.read_bytes() for path in self._paths)

@@ -42,7 +42,7 @@ from rootstock_llm.services.worker.loop.inbox import Abort, PrefetchMore
 class LoadView:
     """The workers' load in one gateway's view: its own requests, and other gateways' requests by the last load reports.
 
-    It writes the columns `requests`, `tokens` and `prefetches`. `peer` is the gateway's number at the workers.
+    It writes `requests`, `tokens` and `prefetches` of the gateway's WorkerColumns. `peer` is the gateway's number at the workers.
     """
 
     def __init__(self, columns: WorkerColumns, peer: int) -> None:

@@ -261,7 +261,9 @@ class TemplateForms:
         return self._short_ids[tools]
 
     def _tried(self, shape: Shape, tools: bool, short_ids: Sequence[bool] | None = None) -> Spelling:
-        """Returns the first candidate that the template renders completely, else the first that it renders, else the first.
+        """Returns the first spelling that the template renders completely.
+
+        If there is none, returns the first spelling that the template renders, or else the first candidate.
 
         Args:
             short_ids: values of Spelling.short_ids to try; None: the value that the template needs.
@@ -360,7 +362,11 @@ def _shape(turn: Turn) -> Shape:
 
 
 def _shortened(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """Shortens an order: equal exchanges occur once, and at most two turns of the same kind follow each other."""
+    """Shortens an order of turns to at most MAX_ORDER turns.
+
+    An exchange begins with a user turn. Equal exchanges before the last one occur once, and at most two equal turns follow each
+    other.
+    """
     exchanges: list[list[Shape]] = [[]]
     for shape in shapes:
         last = exchanges[-1]

@@ -1,8 +1,9 @@
-"""python -m diagnosis INSTALL GATEWAY reports faults of a release with their remedies. Exits with 0 if all checks are OK.
+"""python -m diagnosis INSTALL GATEWAY reports faults of a release with their remedies.
 
-INSTALL is a file with the expected state, GATEWAY the URL of the gateway. The checks repeat until one condition is true:
+INSTALL is a file with the expected state, GATEWAY the URL of the gateway. The exit status is 0 if no finding is BROKEN or WAITING.
+The checks repeat until one condition is true:
 
-1. All checks are OK.
+1. No finding is BROKEN or WAITING.
 2. The findings have not changed for SETTLED_S and none is WAITING.
 3. PATIENCE_S have passed, which is less than the timeout of `helm test` (5 minutes).
 """

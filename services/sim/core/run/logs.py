@@ -60,7 +60,7 @@ class StepLog:
         self._count += 1
 
     def column(self, name: str) -> F64:
-        """Returns float64[steps], a view."""
+        """Returns a column of STEP_COLUMNS, float64[steps], as a view."""
         return self._rows[: self._count, STEP_COLUMNS.index(name)]
 
     def throughput(self, begin: float, end: float) -> float:

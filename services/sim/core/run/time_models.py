@@ -49,9 +49,9 @@ PRESETS = {
 
 
 def load_time_model(name_or_path: str) -> TimeModel:
-    """Returns the preset with this name, or the model of a JSON file, which has some of TimeModel's fields.
+    """Returns the preset with this name, or the time model in the JSON file at this path.
 
-    Raises ValueError or OSError.
+    The file has some of TimeModel's fields. The others get their defaults. Raises ValueError or OSError.
     """
     if name_or_path in PRESETS:
         return PRESETS[name_or_path]
@@ -181,7 +181,7 @@ class MeasureShape:
 
 
 def measure(executor: Executor, config: SchedulerConfig, shape: MeasureShape, clock: Callable[[], float]) -> list[StepTiming]:
-    """Runs steps one at a time, measures the wall time of each from launch to result, and drops the first steps.
+    """Runs steps one at a time and measures the wall time of each from launch to result. Drops the first WARM_UP_STEPS steps.
 
     Raises:
         ValueError: no round fits the context and the KV pool.

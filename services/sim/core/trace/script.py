@@ -30,18 +30,21 @@ class Script:
         self._block_size = trace.block_size
 
     def prompt(self, index: int) -> I32:
-        """Returns int32[input_len]."""
+        """Returns the token ids of a request's prompt, int32[input_len]."""
         return self._context(index, 0, self._trace.requests[index].input_len)
 
     def output(self, index: int) -> I32:
-        """Returns int32[output_len], whose last token is EOS_ID; empty for a request that ends with its prompt."""
+        """Returns the token ids of a request's output, int32[output_len]. The last one is EOS_ID.
+
+        Empty for a request that ends with its prompt.
+        """
         request = self._trace.requests[index]
         tokens = self._context(index, request.input_len, request.input_len + request.output_len)
         tokens[-1:] = EOS_ID
         return tokens
 
     def forced(self, index: int) -> tuple[tuple[int, int], ...]:
-        """Returns (first, count) of the forced runs of output tokens."""
+        """Returns (index of the first token, number of tokens) of each run of output tokens that the grammar forces."""
         return self._trace.requests[index].forced
 
     def _context(self, index: int, start: int, end: int) -> I32:

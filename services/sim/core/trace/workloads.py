@@ -54,9 +54,9 @@ def scores(queries: int, items: int, query: int, item: int, rate: float, seed: i
 
 
 def hot_prefix(requests: int, share: float, prefix: int, suffix: int, output: int, rate: float, seed: int) -> Trace:
-    """Makes prompts of `prefix + suffix` tokens.
+    """Makes requests with prompts of `prefix + suffix` tokens.
 
-    A random `share` of them begin with the same prefix; the others have no common tokens.
+    A random `share` of the prompts begin with the same prefix; the others have no common tokens.
     """
     if not 0 <= share <= 1:
         raise ValueError("share must be between 0 and 1")
@@ -181,7 +181,7 @@ def _trace(requests: Iterable[TraceRequest]) -> Trace:
 
 
 def _arrivals(count: int, rate: float, rng: np.random.Generator) -> F64:
-    """Returns float64[count], rising, rounded to microseconds."""
+    """Returns arrival times in seconds, float64[count], rising and rounded to microseconds; zeros if `rate` is 0."""
     if not rate:
         return np.zeros(count)
     times: F64 = np.cumsum(rng.exponential(1 / rate, count)).round(6)
