@@ -56,9 +56,10 @@ def resolved(settings: WorkerSettings, device_bytes: int | None) -> WorkerSettin
 def max_step_tokens(settings: WorkerSettings) -> int:
     """Returns the number of tokens of the largest step that the scheduler plans.
 
-    With chunks, a step has at most chunked_prefill_size tokens, including the decode rows of a mixed step. A mixed step with many
-    decode rows still has one page of prompt tokens. Without chunks, a step has up to max_prefill_tokens plus the decode rows of a
-    mixed step. A single prompt may be longer; the executor then computes it in pieces.
+    With chunks, a step has at most chunked_prefill_size and at most max_prefill_tokens tokens, including the decode rows of a
+    mixed step. A mixed step with many decode rows still has one page of prompt tokens. Without chunks, a step has up to
+    max_prefill_tokens plus the decode rows of a mixed step. A single prompt may be longer; the executor then computes it in
+    pieces.
 
     Args:
         settings: settings from resolved().

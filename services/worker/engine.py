@@ -87,7 +87,7 @@ class Engine:
     tokenizer: HfTokenizer
     book: CompiledBook | None  # compiled grammars, or None if structured output is disabled
     masks: MaskFiller
-    keys: PageKeys | None  # computes page keys for tiers and KV transfers; None: the worker has neither
+    keys: PageKeys | None  # computes page keys; None: the worker has no lower tiers and reads no KV of other workers
     kv_server: KvServer | None  # lets other workers read KV of this worker; None: they cannot read it
     peer_reader: PeerReader | None  # reads KV of other workers; None: this worker reads none
 
@@ -102,7 +102,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     """Loads the model and builds core and executor.
 
     Args:
-        on_lost: called once, with a sentence for the log, if the executor's device stops responding.
+        on_lost: called once, on any thread, with a sentence for the log, if the device stops responding or if steps wait for
+            pages that cannot arrive.
 
     Raises:
         ValueError: the model folder, a setting or the device cannot be used. The message has the reason.

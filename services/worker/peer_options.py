@@ -27,7 +27,7 @@ def peer_options(settings: WorkerSettings, on_released: Callable[[ReservationRel
     """Returns the options of a prefill or decode worker, or None for a worker that computes whole requests.
 
     Args:
-        on_released: called on any thread when the reader of a KV reservation has released it.
+        on_released: called on any thread when the reader of a KV reservation has released it or has disconnected.
 
     Raises:
         ValueError: settings contradict each other, or files or addresses cannot be used.

@@ -53,7 +53,7 @@ class WorkerSettings(ServiceSettings):
         "auto", description="Attention kernels on a GPU. auto: flashinfer if it is installed and supports the model, else triton."
     )
     cuda_graphs: bool = Field(True, description="Capture decode steps as CUDA graphs when the worker starts.")
-    cuda_graph_max_rows: int = Field(256, ge=1, le=4096, description="Largest number of requests in a captured decode step.")
+    cuda_graph_max_rows: int = Field(256, ge=1, le=4096, description="Largest number of rows in a captured decode step.")
     load_threads: int = Field(8, ge=1, le=64, description="Threads that read weights into a GPU.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type of weights and KV. auto: the type of the checkpoint."
@@ -118,7 +118,12 @@ class WorkerSettings(ServiceSettings):
     max_queued_requests: int = Field(
         2048, ge=0, description="Largest number of waiting requests; further requests are refused. 0: every request is refused."
     )
-    max_prefill_tokens: int = Field(16384, ge=1, description="Largest number of prompt tokens in a step.")
+    max_prefill_tokens: int = Field(
+        16384,
+        ge=1,
+        description="Largest number of prompt tokens in a step. If prompts are not cut, a longer prompt gets a step without other"
+        " prompts.",
+    )
     chunked_prefill_size: int | None = Field(
         None,
         ge=UNCHUNKED,

@@ -1,4 +1,4 @@
-"""Starts, stops and reads the expert distribution record of a worker. All calls run on the loop's thread.
+"""Starts, stops and reads the expert distribution record of a worker. All calls run on the scheduler loop's thread.
 
 Each function raises OperationRefused if the worker's state does not allow the call. Nothing has changed then.
 """

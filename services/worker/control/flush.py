@@ -69,7 +69,7 @@ def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) ->
 
 
 def flush(control: SchedulerControl, executor: Executor, selection: Flush) -> Flushed:
-    """Drops the selected pages. Must run on the loop's thread.
+    """Drops the selected pages. Must run on the scheduler loop's thread.
 
     The storage tier deletes its pages later; Flushed.stored gets the result.
     """
@@ -82,7 +82,7 @@ def flush(control: SchedulerControl, executor: Executor, selection: Flush) -> Fl
     stored: Future[Deleted] | None = None
     if Tier.STORAGE in selection.tiers and (
         selection.salt is None or tag is not None
-    ):  # a salt has no tag if there is no storage tier
+    ):  # a salt has no tag if the worker has no lower tiers
         stored = Future()
         executor.apply(DeleteStored(Selection(tag, selection.older_than_s), stored))
     everything = selection.salt is None and selection.older_than_s is None

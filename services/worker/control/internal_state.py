@@ -30,7 +30,7 @@ class InternalState:
 
 
 def snapshot(control: SchedulerControl, pace: Pace, memory_control: MemoryControl, profiles: Profiles) -> InternalState:
-    """Returns a copy of the present state. Must run on the loop's thread; any thread may use the result."""
+    """Returns a copy of the present state. Must run on the scheduler loop's thread; any thread may use the result."""
     figures = dataclasses.asdict(control.stats())
     return InternalState(
         tunables=dict(control.tunables()),

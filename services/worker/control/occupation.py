@@ -1,6 +1,6 @@
-"""Releases the KV pool or the weights to the system and allocates them again. Between the two, the scheduler is paused.
+"""Releases the KV pool or the weights to the system and allocates them again. While they are released, the scheduler is paused.
 
-All calls run on the loop's thread.
+All calls run on the scheduler loop's thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MemoryControl:
         """Starts with all memory allocated.
 
         Args:
-            clock: the loop's clock, in seconds.
+            clock: the scheduler loop's clock, in seconds.
             weights: the served weights, whose revision changes if other weights are loaded; None if the model has no revision.
         """
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Starts and stops profiles of the executor. All calls run on the loop's thread."""
+"""Starts and stops profiles of the executor. All calls run on the scheduler loop's thread."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             worker_id: name of the worker.
             model: name of the model.
             profiles: starts and stops profiles.
-            clock: the loop's clock.
+            clock: the scheduler loop's clock.
             weights: the served weights; None if the model has no revision.
             kv_peers: returns the remote workers whose KV this worker reads, with the measured rates.
         """
@@ -198,7 +198,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.TraceRequestResponse(events=rows)
 
     async def _run(self, operation: str, context: grpc.aio.ServicerContext, action: Action) -> Any:
-        """Runs an action on the loop's thread and returns its result. An exception aborts the call with a gRPC status."""
+        """Runs an action on the scheduler loop's thread. Returns its result; if it raises, aborts the call with a gRPC status."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._put(Command(BARRIERS[operation], action, future, self._deadline(context)))
         try:

@@ -47,7 +47,7 @@ COUNT = Range()
 POSITIVE = Range(above=True)
 
 # The settings that may change, each with its range. None: the values are not numbers. The worker's flags of the same names have
-# the same ranges.
+# the same ranges, except that the flag max_running_requests may be 0.
 RANGES: Mapping[str, Range | None] = {
     "schedule_policy": None,
     "lpm_fallback_threshold": COUNT,
@@ -263,7 +263,7 @@ class SchedulerControl:
     def self_check(self) -> list[str]:
         """Returns one sentence per broken invariant; empty if all invariants hold.
 
-        If an invariant is broken and the scheduler is idle and settled, the scheduler forgets all pages.
+        If an invariant is broken and the scheduler is idle and settled, its memory is reset, which closes all sessions.
         """
         scheduler, memory = self._scheduler, self._scheduler.memory
         found = violations(scheduler.queues, memory, scheduler.sessions, scheduler.tiers)

@@ -163,8 +163,8 @@ class Scheduler:
     def prefetch(self, message: Prefetch, now: float) -> None:
         """Begins to read pages of a prefill worker for a request that will arrive later, if reading is faster than computing.
 
-        Ignores a message for a revision that the worker does not serve, or for a request that has already arrived. This is safe,
-        because no request depends on a prefetch.
+        Ignores the message if the worker does not serve the revision, refuses new requests or begins no copies, or if the request
+        has already arrived. This is safe, because no request depends on a prefetch.
         """
         is_wanted = message.revision in ("", self.revision) and (message.peer, message.handle) not in self.queues.by_key
         if self.tiers is None or not self.config.reads_peers or not self.begins_copies or self.closed or not is_wanted:
@@ -174,7 +174,7 @@ class Scheduler:
         self.tiers.prefetches.begin((message.peer, message.handle), wanted, self.memory, now)
 
     def prefetch_more(self, peer: int, ready: PagesReady, now: float) -> None:
-        """Begins to read further pages for a prefetch. Does nothing if the prefetch has ended."""
+        """Begins to read further pages for a prefetch. Does nothing if the prefetch has ended or no copies may begin."""
         if self.tiers is not None and self.begins_copies:
             request_key = peer, ready.handle
             self.tiers.prefetches.read_more(request_key, ready.reservation, ready.num_pages, self.memory, now)
@@ -215,7 +215,7 @@ class Scheduler:
     def grammar_ready(self, spec: GrammarSpec) -> None:
         """Queues the requests that waited for a grammar. Called after the grammar was compiled.
 
-        If the cache has already dropped the compiled grammar, it is compiled again, and the requests continue to wait.
+        If the book has already dropped the compiled grammar, it is compiled again, and the requests continue to wait.
         """
         for request in self.queues.gate.compiled(spec):
             self.lifecycle.ungate(request)
@@ -228,8 +228,8 @@ class Scheduler:
             spec: the grammar.
             reason: message to the clients.
             now: present time.
-            busy: whether the compiler's queue was full. If so, requests with given output continue to wait, and the grammar is
-                submitted again later.
+            busy: whether the compiler was overloaded or had ended. If so, requests with given output continue to wait, and the
+                grammar is submitted again later.
         """
         error = ErrorCode.QUEUE_FULL if busy else ErrorCode.INVALID_ARGUMENT
         ending = refused(reason, "" if busy else "grammar", error)
@@ -247,7 +247,7 @@ class Scheduler:
     # Steps
 
     def plan(self, now: float) -> BatchPlan | None:
-        """Returns the next step to launch, or None if nothing can run before the step in flight is committed."""
+        """Returns the next step to launch, an IDLE plan that only begins operations, or None if nothing can begin now."""
         assert len(self._flight) <= 1, "at most one step is uncommitted"
         self.trace.now = now
         if now >= self.reservations.next_expiry and self.reservations.expire(now):

@@ -1,4 +1,4 @@
-"""Drains a worker: it refuses new requests, waits for running requests, and aborts those that are unfinished at the end."""
+"""Drains a worker: refuses new requests, waits for open requests, and ends unfinished requests after the grace period."""
 
 from __future__ import annotations
 

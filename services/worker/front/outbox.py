@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Largest size in bytes of merged outputs. If a gateway reads slowly, the outputs of several steps are merged into one message,
 # whose size gRPC limits.
 MERGED_BYTES = 1 << 20
-GAP_S = 0.1  # shortest time in seconds between two load reports, except for changes that are sent at once
+GAP_S = 0.1  # shortest time in seconds between two load reports, except after a change of `paused` or `refuses_new`
 EXPERT_BYTES = 16 << 20  # largest size in bytes of the routed experts of a message, unless one request has more
 BEAT_S = 1.0  # longest time in seconds between two load reports
 
@@ -231,7 +231,7 @@ class LoadReport:
             outbox: the gateway streams.
             page_size: tokens of a page.
             index: state of this worker in the prefix index.
-            pulse: age of the step in flight.
+            pulse: the scheduler loop's signs of life, from which the age of the step in flight is computed.
             limit: time limit of a step.
             gap_s: shortest time in seconds between two reports.
             beat_s: longest time in seconds between two reports.
@@ -244,16 +244,16 @@ class LoadReport:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()  # set when the load may have changed since the last report
         self._signalled = False  # whether the scheduler's thread has set _changed since the last report
-        self.stats: StepStats | None = None  # stats of the loop's last iteration; None before the first iteration
+        self.stats: StepStats | None = None  # stats of the scheduler loop's last iteration; None before the first iteration
 
     @property
     def num_requests(self) -> int:
-        """Number of running and waiting requests after the loop's last iteration. Readable from any thread."""
+        """Number of running and waiting requests after the scheduler loop's last iteration. Readable from any thread."""
         return 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
 
     @property
     def num_reservations(self) -> int:
-        """Number of open KV reservations after the loop's last iteration. Readable from any thread."""
+        """Number of open KV reservations after the scheduler loop's last iteration. Readable from any thread."""
         return 0 if self.stats is None else self.stats.num_rooms
 
     def iteration_ended(self, stats: StepStats) -> None:

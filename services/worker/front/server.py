@@ -1,4 +1,4 @@
-"""Serves the Worker service: one long-lived stream per gateway, with one StepOutput per scheduler step.
+"""Serves the Worker service: one long-lived stream per gateway, which carries the outputs of the scheduler's steps.
 
 All calls run on the asyncio loop. When a stream ends for any reason, PeerGone is put into the inbox. The scheduler then aborts
 the stream's requests and frees their memory.
@@ -69,10 +69,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             outbox: the gateway streams.
             info: the hello, the first message on each stream.
             model: the model's limits and defaults, against which requests are checked.
-            on_arrival: called with (peer, handle) of each request before the request is put into the inbox.
+            on_arrival: called with (peer, handle) of each valid request before the request is put into the inbox.
             load: load reports.
             spans: records traced requests; None without tracing.
-            keys: computes page keys here, which saves time on the scheduler's thread; None without tiers and KV transfers.
+            keys: computes page keys here, which saves time on the scheduler's thread. None if the worker has no lower tiers and
+                reads no KV of other workers.
         """
         self._on_arrival = on_arrival
         self._load = load

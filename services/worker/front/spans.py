@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_TRACED = 16384  # largest number of open traced requests; while so many are open, new requests are not traced
 MAX_CHUNKS = 256  # largest number of chunk spans of one request; the attribute rootstock.chunks counts all its chunks
-MAX_EVENTS = 64  # recorded events of one request
+MAX_EVENTS = 64  # largest number of recorded events of one request
 _EVENTS = (
     TraceKind.GATED,
     TraceKind.UNGATED,
@@ -54,15 +54,15 @@ class Chunk:
 
 @dataclass(slots=True)
 class TracedRequest:
-    """The recorded times of one request, in seconds on the loop's clock."""
+    """The recorded times of one request, in seconds on the scheduler loop's clock."""
 
     request_id: str
     traceparent: str
     resumed_tokens: int  # output tokens that another worker sampled before this worker continued the request
     arrived: float
-    wall_ns: int  # Unix time minus the loop's clock, in nanoseconds
+    wall_ns: int  # Unix time minus the scheduler loop's clock, in nanoseconds
     first_step: float = 0.0  # launch of the request's first step; 0: no step was launched yet
-    first_token: float = 0.0  # 0: no token was sampled yet
+    first_token: float = 0.0  # time at which the first output tokens were sent to the gateway; 0: none were sent yet
     refills: bool = True  # whether the next chunk is the first after an admission
     num_chunks: int = 0
     chunks: list[Chunk] = field(default_factory=list)

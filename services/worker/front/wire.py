@@ -380,7 +380,7 @@ def _stop_regex(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_pattern(pattern: str, element: int) -> None:
-    """Checks that a pattern compiles and does not match the empty string, which would end every output at once."""
+    """Checks that a pattern compiles and does not match the empty string, which would end every output at its first token."""
     try:
         compiled = compile_pattern(pattern)
     except InvalidPattern as error:

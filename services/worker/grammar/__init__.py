@@ -1,5 +1,5 @@
-"""Structured output: grammars are compiled in processes that can be killed, and matchers compute masks for the executor.
+"""Structured output: a grammar is tried in a process that can be killed and then compiled here; matchers compute its masks.
 
-Path of a grammar: book.open() → compiler_pool → compiler_child (schema, regex or tag → EBNF → xgrammar, then a trial) → book →
-matcher. core and exec import nothing from this package.
+Path of a grammar: book.open() → compiler_pool → compiler_child (schema, regex or tag → EBNF → xgrammar, then a trial) →
+compiler_pool (compiles the EBNF or tag) → book → matcher. core and exec import nothing from this package.
 """

@@ -1,8 +1,8 @@
 """Caches the compiled grammars of a worker by their source, up to cache_mib. Refusals are cached for failure_s.
 
-Requests with the same grammar share one compilation. open() is called on the loop's thread; compilations end on the pool's
-threads. One lock guards the book and is never held during a compilation. UnusedGrammars returns the memory of unused grammars to
-the operating system, because clients often use a set of schemas for a short time.
+Requests with the same grammar share one compilation. open() is called on the scheduler loop's thread; compilations end on the
+pool's threads. One lock guards the book and is never held during a compilation. UnusedGrammars returns the memory of unused
+grammars to the operating system, because clients often use a set of schemas for a short time.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class CompiledBook:
     Callbacks:
 
     - After an open() that returns None, on_ready(spec) or on_failed(spec, reason, busy) is called, on any thread and possibly
-      before open() returns. Both may only post a message. `busy` means that the compiler has no capacity now; the grammar may be
-      valid.
+      before open() returns. Both may only post a message. `busy` means that the compiler is overloaded or has ended; the grammar
+      may be valid.
     - on_compiled(seconds, chars) is called after each successful compilation, with the time since the first open() and the length
       of the source. The pool's threads call it, one at a time; it must return at once.
 
-    After on_ready(), the grammar stays cached at least until another grammar is ready. A grammar whose matchers overrun their
-    meters twice is refused for failure_s.
+    After on_ready(), the grammar stays cached until another grammar is ready, or until it is unused for idle_s. A grammar whose
+    matchers overrun their meters twice is refused for failure_s.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class UnusedGrammars:
     async def run(self) -> None:
         """Runs until cancelled.
 
-        After grammars were compiled or dropped, trims the heap at the end of the next interval without compilations.
+        After grammars were compiled or dropped, trims the heap at the end of the first interval without compilations.
         """
         seen, trim_due = self._book.num_compiled, False
         while True:

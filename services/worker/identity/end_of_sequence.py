@@ -25,7 +25,7 @@ def end_of_sequence(folder: str | Path, of_config: Sequence[int], tokenizer: HfT
         folder: the model folder.
         of_config: EOS ids of the loaded config object, which has the default of its class if config.json names no id.
         tokenizer: the model's tokenizer.
-        vocab_size: number of tokens that the model can sample; larger ids are omitted.
+        vocab_size: number of tokens that the model can sample; ids that are not below it are omitted.
 
     Raises:
         ValueError: a file is not a JSON object, or its `eos_token_id` is neither an id nor a list of ids.

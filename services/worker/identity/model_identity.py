@@ -1,7 +1,7 @@
 """The identity of a served model: name, weights and tokenizer. Workers with equal identities have equal KV for equal tokens.
 
 ServedWeights is the only owner of a worker's identity. It is created when the model is loaded. If ResumeMemory loads other
-weights, ServedWeights changes its identity on the loop's thread and calls on_replaced().
+weights, ServedWeights changes its identity on the scheduler loop's thread and calls on_replaced().
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ServedWeights:
         self._folder, self._form = Path(folder), form
         self.identity = identity
         self.defaults = defaults
-        # Called on the loop's thread before the first step with new weights. Must not block.
+        # Called on the scheduler loop's thread before the first step with new weights. Must not block.
         self.on_replaced: Callable[[ModelIdentity, SamplingDefaults], None] = lambda identity, defaults: None
         self.reload_s: float | None = None  # seconds of the last reload; None: the weights were never reloaded
 

@@ -37,7 +37,7 @@ class PublisherMetrics(Readings[IndexPublisher]):
         Reading(
             Counter,
             P + "generations",
-            "Begun generations of this worker's index: one at the start, one per flush, one per loss of data in Redis.",
+            "Begun generations of this worker's index: at the start, and after a reset, a failed write or a loss in Redis.",
             lambda p: p.counts.generations,
         ),
         Reading(
@@ -55,7 +55,7 @@ class PublisherMetrics(Readings[IndexPublisher]):
         Reading(
             Counter,
             P + "failures",
-            "Failed attempts to publish, because Redis was unreachable or refused.",
+            "Failed attempts to renew the lease or to publish blocks.",
             lambda p: p.counts.failures,
         ),
         Reading(Counter, P + "swept_blocks", "Blocks of dead generations that were removed from Redis.", lambda p: p.num_swept),

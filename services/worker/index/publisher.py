@@ -144,7 +144,7 @@ class IndexPublisher:
         return self._sweeper.num_swept
 
     def cached(self, events: CacheEvents) -> None:
-        """Queues cache events. Called on the loop's thread; returns at once."""
+        """Queues cache events. Called on the scheduler loop's thread; does not block."""
         self._handover.put(events)
 
     async def run(self) -> None:

@@ -1,7 +1,7 @@
 """Runs and times an executor's first steps before the worker serves requests, so that the time limit of a step is known.
 
-The first steps run on the loop's thread. A separate scheduler plans them. It is discarded with its prefix cache, so that no
-request reads the KV of these steps.
+The first steps run on the scheduler loop's thread. A separate scheduler plans them. It is discarded with its prefix cache, so
+that no request reads the KV of these steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The messages to the loop from gateways, signals, operators and the grammar compiler, and the queue of operators' commands.
+"""The messages to the scheduler loop from gateways, operators, the grammar compiler and the executor, and the queue of commands.
 
 Any thread may put messages; only the loop's thread takes them. A command runs on the loop's thread when its barrier is met. If
 the barrier is not met before the command's deadline, the command fails.
@@ -26,7 +26,7 @@ class Barrier(enum.Enum):
 
     NONE = "none"  # none: the command runs when the loop reads its messages; a step may be in flight
     DRAINED = "drained"  # no step is in flight; the loop commits the step in flight before it plans another step
-    IDLE = "idle"  # also, there are no requests and no page operations; the loop serves requests until then
+    IDLE = "idle"  # also, there are no requests and no operations on device pages; the loop serves requests until then
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class GrammarFailed:
 
     spec: GrammarSpec
     reason: str  # message to the clients that wait for the grammar
-    busy: bool = False  # whether the compiler had no capacity; a client may retry
+    busy: bool = False  # whether the compiler was overloaded or had ended; a client may retry
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class PendingCommands:
         return self._core.idle and any(command.barrier is Barrier.IDLE for command in self._waiting)
 
     def add(self, command: Command, now: float) -> None:
-        """Runs a command with the barrier NONE at once, and queues any other command."""
+        """Runs a command with the barrier NONE immediately, and queues any other command."""
         if command.barrier is Barrier.NONE:
             self._run(command, now)
         else:

@@ -44,7 +44,8 @@ from rootstock_llm.services.worker.loop.inbox import (
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 1.0  # seconds without requests after which the invariants are checked once
-# Seconds to wait for messages if no request can run. The time is short, because a page operation may end without a message.
+# Seconds to wait for messages if no request can run. The time is short, because deadlines pass without a message, and operations
+# of the fake executor end without one.
 STUCK_WAIT_S = 0.001
 PAUSED_WAIT_S = 0.05  # seconds to wait for messages while the scheduler is paused
 STOPPING = "the worker is stopping"
@@ -388,7 +389,8 @@ class Loop:
     def _check_idle(self) -> None:
         """Checks the invariants once per idle period.
 
-        A violation is logged, and the scheduler then resets its memory. This loses only cached KV, because the worker is idle.
+        A violation is logged, and the scheduler resets its memory unless operations use device pages. The reset loses cached KV
+        and closes sessions. It ends no request, because the worker is idle.
         """
         if self._checked:
             return

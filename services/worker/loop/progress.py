@@ -1,8 +1,8 @@
-"""Measures the progress of the loop: the time since its last sign of life, the time limit of a step, and a watchdog for hangs.
+"""Measures the progress of the scheduler loop: its last sign of life, the time limit of a step, and a watchdog for hangs.
 
 The loop's thread writes the attributes of Pulse and StepLimit, one plain attribute at a time, without a lock. The watchdog's
-thread reads Pulse. Load reports to gateways contain the age of the step in flight and the limit of a step, so that a gateway can
-distinguish a long step from a hang.
+thread reads Pulse, and the asyncio loop reads both. Load reports to gateways contain the age of the step in flight and the limit
+of a step, so that a gateway can distinguish a long step from a hang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rootstock_llm.services.worker.core.contracts.config import SchedulerConfig
 from rootstock_llm.services.worker.core.contracts.plan import BatchPlan
 from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 
-FLOOR_S = 10.0  # smallest limit of a step in seconds, because other processes may block the machine for this long
+# Smallest limit of a step in seconds, unless watchdog_timeout_s is smaller. Other processes may block the machine for this long.
+FLOOR_S = 10.0
 SLACK = 3.0  # the limit of a step is this factor times the estimated time
 # The worst pace is multiplied by this factor at each later step of the same size class, so that a single stall is forgotten.
 FADE = 0.99
@@ -95,7 +96,8 @@ def largest_work(config: SchedulerConfig, span: float) -> float:
 class StepLimit:
     """The time limit of a step: SLACK times the estimated time of the largest step that the settings allow.
 
-    The estimate is the work of that step times the pace (seconds per token of work) of the largest measured steps.
+    The estimate is the work of that step times the pace (seconds per token of work) of the largest measured steps. The limit is
+    at least FLOOR_S and at most cap_s.
     """
 
     def __init__(self, config: Callable[[], SchedulerConfig], span: float, cap_s: float) -> None:

@@ -14,7 +14,8 @@ from rootstock_llm.services.worker.text.patterns import compile_pattern
 from rootstock_llm.services.worker.text.step_meter import StepMeter
 
 MAX_PATTERNS = 256  # largest number of cached compiled stop patterns
-SEARCH_MS, BURST_MS = 0.3, 30.0  # limits of a pattern's CPU time on the loop's thread: step_ms and burst_ms of StepMeter
+# Limits of a pattern's CPU time on the scheduler loop's thread: step_ms and burst_ms of StepMeter.
+SEARCH_MS, BURST_MS = 0.3, 30.0
 
 
 class PatternTooExpensive(StopRuleTooExpensive):
@@ -30,7 +31,7 @@ class _Metered:
 
 
 class ModelText:
-    """Implements TextRules. Only the loop's thread uses it.
+    """Implements TextRules. Only the scheduler loop's thread uses it.
 
     Some tokenizers include the space before a word in the word's token, but drop this space at the start of a text. decode()
     therefore puts an anchor token before the ids, and removes the anchor's text from the result.

@@ -1,4 +1,4 @@
-"""Runs the loop on its own thread. Only this thread uses the core, the executor and the grammar matchers."""
+"""Runs the scheduler loop on its own thread. Only this thread uses the core, the executor and the grammar matchers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SchedulerThread:
         return not self._thread.is_alive()
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends the loop and all requests. Waits up to `timeout_s` seconds for the step in flight."""
+        """Ends the loop and all requests. Waits up to `timeout_s` seconds for the end of the thread."""
         self._inbox.put(Stop())
         await asyncio.to_thread(self._thread.join, timeout_s)
         if not self.ended:

@@ -1,6 +1,7 @@
 """The phase of this worker as a metric, which is available before the model is loaded.
 
-The asyncio thread and the watchdog's thread write WorkerLife, one plain attribute at a time, without a lock. Scrapes read it.
+The asyncio thread, the watchdog's thread and the thread that finds the device lost write WorkerLife, one plain attribute at a
+time, without a lock. Scrapes read it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class WorkerPhase(enum.StrEnum):
 
 
 class WorkerLife:
-    """The phase of one worker, and how often its loop has hung."""
+    """The phase of one worker, and how often its scheduler loop has hung or its device was lost."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -30,7 +31,7 @@ class WorkerLife:
         self.cold_start_s: float | None = None  # seconds from the creation of this object to ready(); None before ready()
         self.phase = WorkerPhase.LOADING
         self.is_hung = False
-        self.hangs = 0  # number of hangs since the start
+        self.hangs = 0  # number of hangs and losses of the device since the start
 
     def ready(self) -> None:
         self.phase = WorkerPhase.READY
@@ -59,8 +60,15 @@ class LifeMetrics(Readings[WorkerLife]):
         Reading(
             Gauge, "rootstock_worker_phase", "1 for the present phase of the worker, 0 for the other phases.", _phases, ("phase",)
         ),
-        Reading(Gauge, "rootstock_worker_hung", "1 while the scheduler loop is hung.", lambda life: life.is_hung),
-        Reading(Counter, "rootstock_worker_hangs", "Hangs of the scheduler loop.", lambda life: life.hangs),
+        Reading(
+            Gauge,
+            "rootstock_worker_hung",
+            "1 while the scheduler loop is hung, or if the device is lost.",
+            lambda life: life.is_hung,
+        ),
+        Reading(
+            Counter, "rootstock_worker_hangs", "Hangs of the scheduler loop, and losses of the device.", lambda life: life.hangs
+        ),
         Reading(
             Gauge,
             "rootstock_worker_cold_start_seconds",

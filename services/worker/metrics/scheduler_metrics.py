@@ -81,7 +81,7 @@ DISTRIBUTIONS = (TTFT, ITL, E2E, QUEUE, STAGE, PROMPT, UNCACHED, OUTPUT)
 class RequestTimes:
     """The histograms of one worker, and the times of open requests.
 
-    The gRPC server calls arrived(), the loop's thread calls sent(), and scrapes call collect().
+    The gRPC server calls arrived(), the scheduler loop's thread calls sent(), and scrapes call collect().
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -241,7 +241,7 @@ class LoopCounts:
 
     @property
     def decode_context_tokens(self) -> int:
-        """Context tokens of the decode rows in the last launched step, including the tokens of the step."""
+        """Context tokens of the decode rows in the last launched step, plus one token per row for the step itself."""
         plan = self._plan
         if plan is None or self.stats is None or not self.stats.num_running:
             return 0
@@ -332,7 +332,12 @@ def _keys_by_requests(requests: Sequence[int]) -> Value:
 BLOCKS = "rootstock_worker_cache_blocks_"
 ROWS: tuple[Reading[LoopCounts], ...] = (
     *(_of_stats(field, mark) for field, mark in exported_fields().items()),
-    Reading(Gauge, "sglang:num_queue_reqs", "Requests that wait for admission, without those at the gate.", _waiting),
+    Reading(
+        Gauge,
+        "sglang:num_queue_reqs",
+        "Requests that wait for admission, without requests that wait for their grammar.",
+        _waiting,
+    ),
     Reading(Gauge, "sglang:num_paused_reqs", "Running requests while the scheduler is paused, otherwise 0.", _paused),
     Reading(
         Gauge,
@@ -407,7 +412,7 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(
         Gauge,
         "sglang:spec_accept_length",
-        "Accepted draft tokens plus one per decode row with draft tokens, over the last 10 s.",
+        "Mean output tokens of a decode row with draft tokens, over the last 10 s: its accepted draft tokens plus one.",
         lambda c: c.accept_length,
     ),
     Reading(
@@ -425,7 +430,7 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(
         Counter,
         "rootstock_worker_cache_cleared",
-        "Times that all cached blocks were dropped. 0 if the prefix index is disabled.",
+        "Resets of the list of cached blocks, after all or most blocks were dropped. 0 if the prefix index is disabled.",
         lambda c: c.cleared,
     ),
     Reading(Counter, "rootstock_worker_forward_steps", "Steps that were launched.", lambda c: c.steps),
@@ -449,7 +454,7 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(
         Counter,
         "sglang:realtime_tokens",
-        "Tokens by mode: computed prompt tokens, cached prompt tokens, and decode tokens.",
+        "Tokens by mode: tokens computed by prefills, cached prompt tokens, and one token per decode row.",
         _tokens_by_mode,
         ("mode",),
     ),

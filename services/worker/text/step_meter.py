@@ -1,4 +1,4 @@
-"""Limits the CPU time that a client's grammar or stop pattern may take on the loop's thread."""
+"""Limits the CPU time that a client's grammar or stop pattern may take on the scheduler loop's thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The cache groups of a model: the layers whose cache is not the keys and values of every token.
 
-Pages hold the keys and values of the layers with full attention. Each further group has units, see core/kv/cache_units.py.
+Pages have the keys and values of the layers with full attention. A cache group has units instead, see core/kv/cache_units.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class CacheKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """The layers of one kind. Layers with windows of several sizes form one group with the largest window."""
+    """The layers of one CacheKind. Layers with windows of several sizes form one group with the largest window."""
 
     kind: CacheKind
     num_units: int
@@ -24,7 +24,7 @@ class CacheGroup:
     unit_bytes: int = 0  # bytes of a unit; 0 if no tier and no remote worker gets units
 
     def num_parts(self, page_bytes: int) -> int:
-        """Returns the number of pages of `page_bytes` bytes that store a unit below the device. The last page is padded."""
+        """Returns the number of pages of `page_bytes` bytes that a unit takes outside of the device. The last page is padded."""
         return -(-self.unit_bytes // page_bytes)
 
 
@@ -34,7 +34,7 @@ SPARE_PAGES = 2  # pages at both ends of a window that are partly outside of it
 def states_per_slot(max_drafts: int) -> int:
     """Returns the largest number of states of a slot: at the last page end, and before and after the newest step.
 
-    With draft tokens, the newest step may also store the state at a page end between them.
+    With draft tokens, the newest step may also store the state at a page end between accepted draft tokens.
     """
     return 4 if max_drafts else 3
 

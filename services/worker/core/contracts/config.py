@@ -1,4 +1,4 @@
-"""The scheduler's configuration: every setting of its decisions. control.py lists the settings that may change at run time."""
+"""The configuration of the scheduler's decisions. control.py lists the settings that may change at run time."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class SchedulerConfig:
     enable_radix_cache: bool
     eviction_policy: EvictionPolicy
     schedule_policy: SchedulePolicy
-    lpm_fallback_threshold: int  # number of waiting requests above which the policy `lpm` serves in order of arrival
+    lpm_fallback_threshold: int  # number of waiting requests above which the policy `lpm` works like `fcfs`
     enable_priority_scheduling: bool
     schedule_low_priority_values_first: bool
-    # A waiting request may displace a running request if their priorities differ by more than this threshold.
+    # A waiting request may displace a running request that is less urgent by more than this difference of priorities.
     priority_preemption_threshold: int
     schedule_conservativeness: float  # factor by which the initial new-token ratio is multiplied, see NewTokenRatio
     # Whether an embedding can be computed from the tokens after a cached prefix, as with last-token pooling.
@@ -81,7 +81,7 @@ class SchedulerConfig:
     max_sessions: int
     session_capacity: int  # default capacity and largest capacity of a session in tokens
     session_ttl_s: float  # default lifetime of a session after its last turn
-    waiting_timeout_s: float  # time limit from a request's arrival to its first admission; 0: no limit
+    waiting_timeout_s: float  # time limit from arrival to the first admission, unless the request has given output; 0: no limit
     running_timeout_s: float  # time limit from a request's first admission to its end; 0: no limit
     graph_rows: int  # number of rows of the executor's largest CUDA graph, see GraphLimits.rows
     graph_rereads: int  # see GraphLimits.rereads

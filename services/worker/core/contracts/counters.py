@@ -24,7 +24,7 @@ class Counters:
     prompt_tokens_total: int = 0  # prompt tokens of requests at their first admission
     cached_tokens_total: int = 0  # prompt tokens that a prefix hit covered at the first admission
     generated_tokens_total: int = 0  # output tokens, including tokens that a grammar forced
-    retractions_total: int = 0  # running requests that lost their lease for lack of memory
+    retractions_total: int = 0  # retractions of running requests, for lack of memory or by a pause
     retracted_input_tokens_total: int = 0  # prompt tokens of retracted requests, counted at each retraction
     retracted_output_tokens_total: int = 0  # output tokens of retracted requests, counted at each retraction
     preemptions_total: int = 0  # running requests that a more urgent request displaced
@@ -276,7 +276,11 @@ class StepStats:
         ),
     ] = 0.0
     pull_bytes_s: Annotated[
-        float, ExportedAs("rootstock_worker_pull_bytes_per_second", "Rate of recent reads from the fastest prefill worker.")
+        float,
+        ExportedAs(
+            "rootstock_worker_pull_bytes_per_second",
+            "Rate of recent reads from the fastest prefill worker; before the first read, an assumed rate.",
+        ),
     ] = 0.0
     # Estimates for a prefix of LOOKED_AT_PAGES pages (core/tiers/tiers.py).
     pulls_lose: bool = False  # whether reading it from the fastest remote worker is slower than computing it

@@ -86,12 +86,12 @@ class Matcher(Protocol):
 
 
 class GrammarBook(Protocol):
-    """The compiled grammars of a worker. Only the loop's thread calls it, and no call blocks."""
+    """The compiled grammars of a worker. Only the scheduler loop's thread calls it, and no call blocks."""
 
     def open(self, spec: GrammarSpec, tenant: bytes = b"") -> Matcher | None:
-        """Returns a new matcher, or None if the grammar is not compiled yet.
+        """Returns a new matcher, or None if the grammar is not compiled yet or is refused.
 
-        If it returns None, the call has started the compilation. The loop reports the result by Scheduler.grammar_ready() or
-        grammar_failed(). Tenants get equal shares of the compiler.
+        After None, the loop calls Scheduler.grammar_ready() or grammar_failed() with the result. If the grammar is not being
+        compiled yet, the call starts the compilation. Tenants get equal shares of the compiler.
         """
         ...

@@ -47,7 +47,7 @@ class SessionTurn:
     session_id: str
     parent: str = ""  # request id of an earlier turn; empty for the latest turn, or for the start of a new session
     offset: int = -1  # number of the parent's tokens that the turn continues; the parent's later tokens are dropped; -1: all
-    replace: bool = False  # whether the end of this turn deletes all other turns that continue the same parent
+    replace: bool = False  # whether the end of this turn deletes the parent's other descendants; an aborted turn deletes none
     drop_previous_output: bool = False  # whether the turn continues the parent's prompt without the parent's output
 
 
@@ -86,7 +86,7 @@ class Submit:
     hand_over: KvReservation | None = None
     source: KvSource | None = None  # reservation in another worker with the first pages of the prompt
     # Position of the first token whose routed experts are returned, at most the number of prompt and given tokens. -1: no routed
-    # experts are returned. It must be -1 in a session and with hand_over.
+    # experts are returned. It must be -1 in a session, with hand_over, and for an embedding or a score.
     routed_from: int = -1
     # int32[n], the client's prediction of the output, from which draft tokens are taken.
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)
@@ -162,7 +162,8 @@ class Finish:
     request_id: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    cached_from: dict[Tier, int] = field(default_factory=dict)  # cached_tokens by tier; empty if the device is the only one
+    # cached_tokens by tier. Empty if the device is the only tier, or if the request was never admitted.
+    cached_from: dict[Tier, int] = field(default_factory=dict)
     completion_tokens: int = 0
     queue_s: float = 0.0  # seconds from arrival to the first admission, or to the end if the request was never admitted
     retractions: int = 0
@@ -214,7 +215,7 @@ class TraceKind(enum.StrEnum):
     QUEUED = "queued"  # prompt tokens
     GATED = "gated"  # prompt tokens; the request waits until its grammar is compiled
     UNGATED = "ungated"  # always 0
-    IMPORTING = "importing"  # prompt tokens whose KV may be read from another tier
+    IMPORTING = "importing"  # most tokens that a prefix hit can cover, some of which another tier or worker may have
     IMPORTED = "imported"  # prompt tokens whose KV was read from another tier
     ADMITTED = "admitted"  # tokens that a prefix hit covered
     PREFILLED = "prefilled"  # tokens with KV after the request's last chunk, which has just been planned
@@ -228,7 +229,7 @@ class TraceKind(enum.StrEnum):
 class TraceEvent:
     """A transition of one request in the scheduler."""
 
-    at: float  # seconds on the loop's clock
+    at: float  # seconds on the scheduler loop's clock
     request_id: str
     kind: TraceKind
     detail: int  # see TraceKind

@@ -67,7 +67,7 @@ class DryParams:
 class SamplingParams:
     """The rules for sampling and stopping of one request. Every default is resolved."""
 
-    max_new_tokens: int  # clipped to the context; 0: the request ends with its prompt
+    max_new_tokens: int  # at most the part of the context after the prompt; 0: the request ends with its prompt
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = -1  # -1: the whole vocabulary
@@ -169,17 +169,17 @@ class BatchPlan:
     window_counts: I32 = field(default_factory=no_tokens)  # [updates]
     window_units: I32 = field(default_factory=no_tokens)  # flat
     # State units of the recurrent layers, [rows] each; empty without such layers. No unit that a row reads is also written.
-    state_before: I32 = field(default_factory=no_tokens)  # state at state_starts; -1: the sequence begins
+    state_before: I32 = field(default_factory=no_tokens)  # state at the position state_starts; -1: the row begins the sequence
     # Gets the state after the row's last token. If the row has draft tokens (`drafts`), it gets the state before the row's first
     # token, because draft tokens may be rejected.
     state_after: I32 = field(default_factory=no_tokens)
-    # Number of tokens after which the state is also stored in state_at_cut; 0: it is not. For extend rows, these are the row's
-    # first tokens. For decode rows, they are accepted draft tokens of earlier rows, from state_starts on; if fewer tokens are
-    # accepted, the state is not stored.
+    # Number of tokens after which the state is also stored in state_at_cut; 0: it is not. An extend row counts its own first
+    # tokens. A decode row counts accepted tokens of earlier rows, from the position state_starts on; if the accepted tokens are
+    # fewer than this number, the state is not stored.
     state_cuts: I32 = field(default_factory=no_tokens)
     state_at_cut: I32 = field(default_factory=no_tokens)
-    # Position at which state_before stands. It is exact, unlike `starts`. The executor replays the accepted tokens between this
-    # position and the row's first token.
+    # Position of state_before: the number of the sequence's first tokens that it covers. It is exact, unlike `starts`. The
+    # executor replays the accepted tokens between this position and the row's first token.
     state_starts: I32 = field(default_factory=no_tokens)
     # Whether the executor counts the rows of each expert (StepResult.expert_rows). Only for models with experts.
     counts_experts: bool = False
@@ -249,7 +249,7 @@ class StepResult:
     # int32[layers, experts], rows of each sparse layer that each expert computed, if plan.counts_experts is set. Rejected draft
     # tokens do not count.
     expert_rows: I32 | None = None
-    # uint16[tokens, layers, chosen] by row of plan.routed_rows: the experts that computed the row's tokens from the row's
-    # routed_offsets on, without rejected draft tokens. A row with a fault may be missing.
+    # uint16[tokens, layers, chosen] by row of plan.routed_rows: the experts that computed the row's tokens from the index
+    # in routed_offsets to the row's end, without rejected draft tokens. A row with a fault may be missing.
     routed_experts: dict[int, NDArray[np.uint16]] = field(default_factory=dict)
     seconds: float = 0.0  # computing time of the step, without the time in which it waited for earlier work; 0: not measured

@@ -11,7 +11,7 @@ from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
 
 
 class PoolTooSmall(ValueError):
-    """Raised if the free memory cannot hold a page, or the pages of one request with the configured context."""
+    """Raised if the free memory cannot hold a page, or the pages or units of one request with the configured context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ class CacheShape:
         return PoolSizes(pages, windows, max(states, self._slot_states))
 
     def for_pages(self, pages: int, budget: int) -> PoolSizes:
-        """Returns the numbers of units for a number of pages that a setting gives.
+        """Returns the pool sizes for a number of pages that a setting gives.
 
-        There are states for max_slots requests, and one cached state for each of these requests. If `budget` bytes do not
-        suffice, there are as many states as fit.
+        Unless max_mamba_cache_size is set, there are at least enough states for max_slots requests, with one cached state for
+        each. If `budget` bytes do not suffice for them, there are as many states as fit, but at least those of one request.
         """
         sizes = self.with_units(pages)
         if not self.state_bytes or self.max_mamba_cache_size:

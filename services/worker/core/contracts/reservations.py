@@ -45,7 +45,7 @@ class OpenReservation:
     tree: str  # name of the tree that has the pages
     tokens: bytes  # prompt tokens as bytes of int32, from the beginning to the end of the last page or beyond
     pages: I32  # int32[n], in the order of the prompt
-    # Page end, as a number of pages, at which the next token reads `units`. 0 if there are no units.
+    # Page end, as a number of pages. The token after this page end reads `units`. 0 if there are no units.
     units_end: int = 0
     units: tuple[I32, ...] = ()  # for each cache group: the units that this token reads, in the order of the prompt
     # Number of this opening or growth, unique and rising over all reservations of this worker. KvReservations sets it.
@@ -62,7 +62,7 @@ class ReservationReleased:
 
 @dataclass(frozen=True, slots=True)
 class ReservationEvents:
-    """Changes of reservations since the last call, to be applied in the order of the fields.
+    """Changes of reservations since the last KvReservations.take(), to be applied in the order of the fields.
 
     - `closed` may have reservations that were never reported as opened, or that `opened` opens again with other pages.
     - `opened` may have reservations that the executor has open already and that now have more pages.
@@ -75,7 +75,7 @@ class ReservationEvents:
 
 
 class Prover:
-    """Makes proofs of growing prefixes of a prompt. Each token is hashed once."""
+    """Makes proofs for growing prefixes of a prompt. A proof shows that a reader has the tokens. Each token is hashed once."""
 
     def __init__(self, secret: bytes, tree: str, tokens: bytes) -> None:
         """Starts with an empty prefix.

@@ -22,7 +22,7 @@ NO_PAGES: I32 = np.empty(0, dtype=np.int32)
 # Seconds. The fact of a load is reported when the load's remaining bytes are expected within this time. A step that reads the
 # pages may then wait on the device for this time.
 EARLY_S = 0.02
-UNASKED = -1  # op_id of a fact that reports changes of a storage and belongs to no operation
+UNASKED = -1  # op_id of a fact that belongs to no operation, such as a report of changes in the storage tier
 
 
 class Tier(enum.StrEnum):
@@ -47,7 +47,7 @@ class WritePolicy(enum.StrEnum):
 
     WRITE_BACK = "write_back"  # pages that no request uses, copied in the order in which their last request ended
     WRITE_THROUGH = "write_through"  # all pages, copied when they are computed
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # pages of prefixes, copied when a second request uses them
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # pages of prefixes, copied at their second cache hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class PageOperation:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Pages to delete."""
+    """A selection of the storage tier's pages, for a deletion."""
 
     tag: bytes | None = None  # tag of the pages' salt, or None to select every salt
     older_than_s: float | None = None  # smallest age in seconds by the wall clock, or None to select pages of every age
@@ -117,7 +117,7 @@ ALL = Selection()
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """The result of a deletion."""
+    """The result of a deletion in the storage tier."""
 
     pages: int  # deleted pages
     dropped: tuple[bytes, ...] = ()  # keys of deleted pages that this worker had

@@ -31,7 +31,10 @@ class BackupQueue:
         return len(self._nodes)
 
     def unlocked(self, node: TreeNode) -> None:
-        """Offers a node that has lost its last lock, even if it was copied, because its copy may have been evicted."""
+        """Offers a node that loses its last lock.
+
+        With write_through_selective, only a copied node is offered, because its copy may have been evicted.
+        """
         if self._when_unlocked or self._when_appended or node.backed:
             self._offer(node)
 

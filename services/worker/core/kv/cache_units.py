@@ -72,7 +72,7 @@ class CacheUnits:
         self._page_size, self._interval, self._keeps_ends = page_size, state_interval, keeps_ends
         self._max_drafts, self._states_per_slot = max_drafts, states_per_slot(max_drafts)
         self.num_slots = 0  # slots between begin() and end()
-        # Whether a request waits only because operations and reservations have units, see UnitPins.
+        # Whether a request waits only because units are lent to operations, waiting requests or reservations, see UnitPins.
         self.is_short = False
         # By slot: last page end at which units are kept for hits; page end after which the prompt differs from cached prompts, 0
         # for none; draft tokens of the newest row.
@@ -94,7 +94,7 @@ class CacheUnits:
         """Returns the number of pages of the longest prefix hit.
 
         Args:
-            path: nodes from the root on, with the number of matching pages of each.
+            path: nodes below the root, in order, each with its number of matching pages.
             limit: largest number of pages of the hit.
         """
         total = min(sum(count for _, count in path), limit)
@@ -126,7 +126,7 @@ class CacheUnits:
         return found
 
     def is_reachable(self, node: TreeNode) -> bool:
-        """Returns whether a hit may end in the node. Checks only the node's own units."""
+        """Returns whether a hit may end in the node. Checks only the node's own units of the last group."""
         return bool(node.units) and bool((node.units[-1] != NO_UNIT).any())
 
     def kept_ends(self, path: Sequence[tuple[TreeNode, int]]) -> list[int]:
@@ -459,7 +459,7 @@ class CacheUnits:
         return min([self._first_page(end), *(self._first_page(at) for at, _ in self._ends.get(slot, ()))])
 
     def _ends_inside(self, slot: int, start: int, count: int, target: int) -> list[int]:
-        """Returns the page ends inside a chunk at which units are kept in any case, rising."""
+        """Returns the page ends inside a chunk at which units are kept independently of state_interval, rising."""
         size = self._page_size
         if not self._keeps_ends:
             return []

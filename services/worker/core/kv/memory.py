@@ -168,7 +168,7 @@ class TableWrites:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The sizes of the pools."""
+    """The sizes of the pools of pages, slots and cache units."""
 
     num_pages: int
     page_size: int  # tokens
@@ -237,12 +237,12 @@ class KVMemory:
         return node, num_pages * self.page_size
 
     def cached(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
-        """Returns what peek() would return if no cached page of `key` lacked a unit."""
+        """Returns the same as peek(), but ignores which units of cache groups are missing."""
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
 
     def match_cached(self, namespace: str, key: bytes, limit: int) -> TreeNode:
-        """Returns what match() would return if no cached page of `key` lacked a unit."""
+        """Returns the same as match(), but ignores which units of cache groups are missing."""
         return self.tree.match(namespace, key, self._usable(len(key), limit))
 
     def note_branch(self, namespace: str, key: bytes, limit: int) -> int:
@@ -318,7 +318,7 @@ class KVMemory:
         return Lease(slot, hit, rank, page_keys)
 
     def grow(self, lease: Lease, num_tokens: int) -> int:
-        """Allocates pages until the lease's table covers `num_tokens` tokens or no page is available.
+        """Allocates pages until the lease's table covers `num_tokens` tokens, no page is available, or no window unit is left.
 
         Returns:
             The number of covered tokens, at most `num_tokens`.
@@ -413,7 +413,7 @@ class KVMemory:
     # Operations outside of the forward stream
 
     def pin(self, node: TreeNode) -> None:
-        """Locks the path to `node` for an operation that reads its pages, or for a waiting request."""
+        """Locks the path to `node` for an operation that reads its pages, for a waiting request, or for a KV reservation."""
         self.num_pins += 1
         self.tree.lock(node)
 

@@ -15,7 +15,7 @@ RequestKey = tuple[int, int]
 
 
 class PeerSource(Protocol):
-    """The interface of a KV reservation in another worker, as far as this package uses it. KvSource implements it."""
+    """The fields of a KV reservation in another worker that this package uses. KvSource implements this interface."""
 
     @property
     def reservation(self) -> object:
@@ -30,7 +30,7 @@ class PeerSource(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """A prompt whose pages are searched for in the lower tiers, for a request or a prefetch."""
+    """A prompt whose pages are searched for in lower tiers and in a remote worker, for a request or a prefetch."""
 
     seq: int  # number of the request or prefetch
     tree: str  # name of the prompt's radix tree

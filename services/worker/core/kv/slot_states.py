@@ -5,6 +5,8 @@
     next ── the unit that the next step writes; it becomes the current one when the step is planned
     replayed ── the state at a page end between accepted draft tokens, which the newest step may store
 
+The position of a state is the number of the sequence's first tokens that it covers.
+
 A step never writes a unit that it reads. A unit that a step reads is freed when the next step is planned. One forward stream
 orders all steps, so that a later step may then write it.
 
@@ -45,7 +47,7 @@ class RowStates:
 
     before: int
     after: int
-    start: int  # position at which `before` stands
+    start: int  # position of `before`
     cut: int = 0
     at_cut: int = NO_UNIT
 
@@ -95,7 +97,7 @@ class SlotStates:
         self._current_is_cached = flags()  # whether a cached page owns the current state, which is pinned
         self.kept, self.kept_end = column(NO_UNIT), column(0)  # state at a page end that decoding has passed, and the page end
         self._older, self._older_end = column(NO_UNIT), column(0)  # the previous such pair, until the new state is committed
-        # Number of the slot's committed tokens from which on a committed step has computed the kept or the older state.
+        # Smallest numbers of committed tokens with which the steps that computed the kept and the older state are committed.
         self._kept_from, self._older_from = column(0), column(0)
         # The following columns are used if there are draft tokens. Positions count all draft tokens in flight as accepted, like
         # SlotColumns.computed; reject() corrects them.
@@ -120,7 +122,7 @@ class SlotStates:
             self._current[slot], self._current_is_cached[slot] = unit, True
 
     def end(self, slot: int, unpublished: Sequence[int]) -> None:
-        """Frees and unpins all states of a slot. `unpublished` are those at planned page ends."""
+        """Frees and unpins all states of a slot. `unpublished` are its states at planned page ends that no page owns yet."""
         units = list(unpublished)
         unit = int(self._current[slot])
         if self._current_is_cached[slot]:
@@ -344,7 +346,7 @@ class SlotStates:
             slot: the slot.
             unit: the state.
             end: number of pages.
-            since: number of committed tokens of the slot from which on a committed step has computed the state.
+            since: smallest number of committed tokens of the slot with which the step that computed the state is committed.
         """
         if self._older[slot] == NO_UNIT:
             self._older[slot], self._older_end[slot] = self.kept[slot], self.kept_end[slot]

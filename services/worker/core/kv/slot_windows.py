@@ -1,6 +1,6 @@
 """The window units of slots: tables of units beside the page tables, and the units that admission reserves.
 
-A slot has the units of its last pages. Those of its first pages, which the tree owns, are pinned; the others belong to the slot.
+A slot has the units of its last pages. The unit of a page that the tree owns is pinned; any other unit belongs to the slot.
 CacheUnits is the owner.
 """
 
@@ -110,7 +110,7 @@ class SlotWindows:
         return np.flatnonzero(first > self._first[slots]).tolist()
 
     def first_to_keep(self, slots: I64, planned: I64, num_pages: I32) -> I64:
-        """Returns for each decode row the first page from which on its reserved units suffice for the next step, int64[n]."""
+        """Returns for each decode row the first page whose unit its reservation allows it to keep in the next step, int64[n]."""
         after = np.maximum(num_pages[slots], -(-(planned + 1 + self._max_drafts) // self._page_size))
         first: I64 = after - self._decode_pages
         return first

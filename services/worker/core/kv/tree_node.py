@@ -41,7 +41,7 @@ def backwards(end: TreeNode, first: int, stop: int | None = None) -> list[tuple[
     Args:
         end: node at the end of the pages, or after it.
         first: first page.
-        stop: number of pages; None for all pages up to the end of the node.
+        stop: index after the last page; None for all pages up to the end of the node.
     """
     found = []
     node = end

@@ -58,14 +58,14 @@ class UnitPool:
         return len(self._order) + len(self._session_order)
 
     def alloc(self, count: int) -> I32:
-        """Allocates units for a slot and returns them as int32[count]. At least `count` units must be free or without a pin."""
+        """Allocates units for a slot or an operation, as int32[count]. At least `count` units must be free or without a pin."""
         while self.num_free < count:
             self._evict()
         self.num_free -= count
         return self._stack[self.num_free : self.num_free + count][::-1].copy()
 
     def free(self, units: I32) -> None:
-        """Frees units that belong to a slot."""
+        """Frees units that no page owns and no operation writes."""
         end = self.num_free + len(units)
         assert end <= self.num_units, "a unit was freed twice"
         self._stack[self.num_free : end] = units
@@ -98,7 +98,7 @@ class UnitPool:
         self._owners[unit] = node
 
     def disown(self, unit: int) -> None:
-        """Frees the unit of a page that leaves the tree. The unit has no pin."""
+        """Frees the unit of a page that leaves the tree or loses its unit. The unit has no pin."""
         assert not self._pins[unit], "a page leaves the tree with a pinned unit"
         self._owners[unit], self._needed[unit] = None, False
         self._order.pop(unit, None)

@@ -297,10 +297,10 @@ class Committer:
                     self._lifecycle.announce(request)
 
     def _commit_routed_experts(self, step: Step, result: StepResult, sound: Mask) -> None:
-        """Adds the routed experts of the step's rows to their requests, under the conditions of prompt logprobs.
+        """Adds the routed experts of the step's rows to their requests, for the same rows as _commit_prompt_logprobs().
 
-        If a request has no output and the row samples no token, they are sent at once. Otherwise they are sent with the next
-        output tokens.
+        If a request has no output and its row samples no token, its routed experts are added to the outputs of this step.
+        Otherwise, they are added together with the request's next output tokens.
         """
         for row in step.plan.routed_rows.tolist():
             request, progress = step.requests[row], step.requests[row].progress

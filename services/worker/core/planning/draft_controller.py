@@ -32,7 +32,7 @@ PAYS = 1.1
 # limited because almost no draft token is accepted.
 PROBE_EVERY, PROBE_EVERY_FUTILE = 32, 80
 RARELY = 16  # factor of PROBE_EVERY if draft tokens do not pay
-# After this number of choices for a bucket, the costs of the next smaller and the next larger choice are measured again.
+# After every FORGET_AFTER choices for a bucket, the costs of the next smaller and the next larger choice are measured again.
 FORGET_AFTER = 1024
 # An unknown cost is measured in a step only if the probability that the drafter proposes nothing is below this value.
 PROBABLY_EMPTY = 0.5
@@ -113,7 +113,8 @@ class DraftController:
         Both of these numbers must be below a limit:
 
         - running requests that get draft tokens: below 2 * MOST_LIMITED;
-        - requests among these with an accepted token in their last MISSES verifications: below MOST_LIMITED.
+        - requests among these with an accepted token in their last MISSES verifications, or with fewer than MISSES verifications:
+          below MOST_LIMITED.
 
         Args:
             drafting: slots of the running requests that get draft tokens.
@@ -260,7 +261,7 @@ class DraftController:
             self._empty_seconds[bucket] *= dearer
 
     def _update_expected(self, slot: int, drafted: int, hits: int) -> None:
-        """Updates the share of accepted first verifications, from which the acceptance of later requests is expected."""
+        """Updates the share of first verifications with an accepted token, which decides whether drafting is limited (FUTILE)."""
         if drafted and self._firsts[slot] < FIRSTS:
             self._firsts[slot] += 1
             self._right_firsts += (1 - FADE_OF_FIRSTS) * ((hits > 0) - self._right_firsts)

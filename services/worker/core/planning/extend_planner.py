@@ -179,7 +179,8 @@ class ExtendPlanner:
     def _strides(self, num_decode_tokens: int, may_admit: bool) -> dict[int, int]:
         """Returns the largest number of tokens of each started extend, by seq, with which a graph can replay the step.
 
-        Empty if an eager step is better: if prompt tokens are computed now, or if strides() returns None.
+        Empty if the executor has no graphs, if a waiting request may be admitted, if a started extend has prompt tokens left, or
+        if strides() returns None.
         """
         limits = self.config.graphs
         begins = may_admit and len(self._queues.waiting) > self._queues.waiting.num_blocked

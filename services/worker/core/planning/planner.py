@@ -33,8 +33,8 @@ RETRACT_DECODE_STEPS = 20
 class NewTokenRatio:
     """The share of the running requests' remaining output that admission reserves (docs/design/scheduler.md#new_token_ratio).
 
-    The ratio starts high, falls linearly with each decode step to a floor, and rises after a retraction. When the worker is idle,
-    it is set to the start value.
+    The ratio starts high, falls linearly with each decode step to a floor, and is computed anew after a retraction. When the
+    worker is idle, it is set to the start value.
     """
 
     def __init__(self, conservativeness: float) -> None:
@@ -252,7 +252,7 @@ class Planner:
         self.config = self.extends.config = self._decodes.config = config
 
     def plan(self, now: float, flight: Step | None) -> Step | None:
-        """Returns the next step, or None if nothing can run before the step in flight is committed."""
+        """Returns the next step, or None if no row can be planned now."""
         flight_step = flight.plan.step_id if flight else -1
         self._step_id += 1
         assert flight_step < self._step_id, "steps are numbered in the order of their plans"

@@ -28,9 +28,9 @@ from rootstock_llm.services.worker.core.kv.slot_states import NO_DECODE_STATES, 
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
 
-CLIP_MAX_NEW_TOKENS = 4096
-MIN_CHUNK_SHARE = 8  # a chunk has at least 1/8 of its full size
-MIN_PACED_SHARE = 32  # a paced chunk has at least 1/32 of its full size
+CLIP_MAX_NEW_TOKENS = 4096  # most further output tokens that the budgets count for a request that may stop early, as in SGLang
+MIN_CHUNK_SHARE = 8  # adapted_chunk() returns at least 1/8 of chunked_prefill_size
+MIN_PACED_SHARE = 32  # paced_chunk() returns at least 1/32 of chunked_prefill_size
 FADES = 0.7  # factor of earlier measurements when a new one is added
 OUTLIER = 4.0  # a time above this multiple of the average counts as this multiple
 BUCKETS = 32  # classes of decode steps, by the bit length of the number of rows
@@ -258,7 +258,7 @@ class AddResult(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunningRows:
-    """The running requests as parallel columns."""
+    """The decoding requests as parallel columns."""
 
     remaining: NDArray[np.int64]  # [n], largest number of output tokens that are left
     kv_tokens: NDArray[np.int64]  # [n], tokens of KV that become available when the request ends
@@ -292,8 +292,8 @@ class PrefillAdder:
         """Sets the budgets of a step.
 
         Args:
-            rows: the running requests.
-            new_token_ratio: share of the running requests' remaining output for which KV is reserved.
+            rows: the decoding requests.
+            new_token_ratio: share of the decoding requests' remaining output for which KV is reserved.
             max_prefill_tokens: input budget.
             chunked_prefill_size: chunk budget; 0: prompts are not cut.
             num_decode_tokens: tokens of the decode rows in the same step.

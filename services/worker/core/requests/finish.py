@@ -7,10 +7,10 @@ reason:
 2. The grammar does not allow the token.
 3. The output has max_new_tokens tokens.
 4. The grammar is complete.
-5. The token is a stop token or EOS.
+5. The token is a stop token or EOS, and the output has at least min_new_tokens tokens.
 6. The output contains a stop string.
 7. The output matches a stop regex.
-8. The request is to be handed over to another worker.
+8. The request is to be handed over to another worker, and this worker has sampled a token.
 
 Aborts come from code outside of this module. The order is that of SGLang's check_finished with one exception: SGLang examines the
 vocabulary after the length. Here, a token outside of the vocabulary is never output (docs/design/scheduler.md#finish-order).

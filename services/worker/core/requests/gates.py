@@ -1,4 +1,4 @@
-"""Gates, which make a request wait before its budgets are checked.
+"""Gates: checks that admit a waiting request, make it wait or end it, before an admission pass checks the step's budgets.
 
 An admission pass asks the pool gate and then the prefix gate about each waiting request. The first result other than ADMIT
 decides:
@@ -26,7 +26,7 @@ from rootstock_llm.services.worker.core.requests.waiting_queue import IN_BATCH_D
 
 # Limit of admission passes in which an extend commits nothing. A request that waits for the extend then stops waiting.
 MAX_PASSES = 8
-RESUBMIT_S = 0.25  # seconds after which a grammar is submitted again if the compiler's queue was full
+RESUBMIT_S = 0.25  # seconds after which a grammar is submitted again if the compiler was overloaded or had ended
 # Limits of one call of GrammarGate.replay(), in which matchers accept given output. The loop calls it once per iteration.
 REPLAY_TOKENS = 1024  # tokens of all requests together
 REPLAY_S = 0.01  # CPU seconds of all requests together
@@ -41,7 +41,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GateDecision:
-    """The result of a gate."""
+    """The result of one gate for one request."""
 
     verdict: Verdict
     ending: Finish | None = None  # ending of the request; set with REJECT
@@ -320,7 +320,7 @@ class GrammarGate:
         return list(self._waiting.get(spec, {}).values())
 
     def postpone(self, spec: GrammarSpec, now: float) -> list[Request]:
-        """Postpones a grammar, because the compiler is full.
+        """Postpones a grammar, because the compiler is overloaded or has ended.
 
         Returns:
             The requests without given output, which the caller must refuse. Requests with given output continue to wait.

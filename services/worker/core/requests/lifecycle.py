@@ -191,7 +191,7 @@ class RequestLifecycle:
         """Frees pages for running requests: releases the pins of waiting requests and ends reservations in the state WAITING.
 
         Returns:
-            Whether a pin was released.
+            Whether a pin was released or a reservation has ended.
         """
         imported = self._tiers is not None and self._tiers.release_pins()
         return self._reservations.end_waiting() or imported

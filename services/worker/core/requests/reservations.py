@@ -57,7 +57,7 @@ class _Live:
 
 
 class KvReservations:
-    """The reservations that have not ended, and the events for the executor."""
+    """The KV reservations of this worker that have not ended, and the events for the executor."""
 
     def __init__(self, hold_s: float) -> None:
         """Starts empty. `hold_s` is the time limit of reservations in seconds."""
@@ -145,7 +145,7 @@ class KvReservations:
             self._end(live)
 
     def end_of_request(self, request_key: tuple[int, int]) -> None:
-        """Ends the reservations of an aborted request, because no worker will read them."""
+        """Ends the reservation of a request that is not handed over, because no worker will read it."""
         for live in [each for each in self._live.values() if each.request_key == request_key]:
             self._end(live)
 

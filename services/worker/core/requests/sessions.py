@@ -6,7 +6,7 @@ adds to its parent turn. A new turn may continue any stored turn. An aborted tur
 A stored turn holds its path in the radix tree: pages with a hold are evicted after all other pages. Sessions do not delay
 admissions, because pages with a hold can be evicted. A later turn computes evicted pages again.
 
-    open ──► turn ──► turn ──► …      closed by a message, or ttl_s after the end of the last turn
+    open ──► turn ──► turn ──► …      closed by a message, a memory reset, or ttl_s after the opening or the last turn
                └────► turn            (a session with a running turn does not expire)
 """
 
@@ -97,7 +97,7 @@ class SessionTable:
         Args:
             session_id: name of the session.
             capacity: limit in tokens; 0 for the configured capacity, which is also the largest capacity.
-            ttl_s: lifetime in seconds after the last turn; 0 for the configured lifetime.
+            ttl_s: lifetime in seconds after the opening or the last turn; 0 for the configured lifetime.
             now: present time.
 
         Returns:

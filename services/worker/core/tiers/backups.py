@@ -75,7 +75,7 @@ class Backups:
             at_once: largest number of pages of an operation.
             ids: op_ids of new operations.
             units: maker of the keys of parts.
-            stored_salt_pages: pages of one salt in the storage; 0: no limit.
+            stored_salt_pages: largest number of pages of one salt in the storage; 0: no limit.
         """
         self._queue, self._keys, self._host, self._stored, self._blocks = queue, keys, host, stored, blocks
         self._at_once, self._ids, self._units = at_once, ids, units
@@ -122,7 +122,7 @@ class Backups:
             if operation is not None:
                 operations.append(operation)
             elif self._queue.first() is node:
-                break  # the host tier has no free page
+                break  # the host tier has no free page, or no unit may be lent
         if self._storing is None and self._to_store:
             self._storing, self._storing_counts = self._to_store.popleft(), True
             operations.append(self._storing)
@@ -215,9 +215,9 @@ class Backups:
         """Begins a copy of the next pages on the path to `node` that no lower tier has.
 
         Returns:
-            The operation. None in two cases: the host tier has no free page, and the node stays in the queue; or the node leaves
-            the queue. It leaves the queue if its tree is retired, if its salt is at its quota, or if lower tiers have all pages
-            of the path that one prompt may have there.
+            The operation, or None. If the host tier has no free page or no unit may be lent, the node stays in the queue. It
+            leaves the queue if its tree is retired, if its salt is at its quota, or if lower tiers have all pages and units of
+            the path that one prompt may have there.
         """
         path = _path(node)
         if is_retired(_tree_of(path)):

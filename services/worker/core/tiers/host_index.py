@@ -39,7 +39,7 @@ class HostIndex:
         self._written_for: Counter[bytes] = Counter()  # number of pages being written, by tag
         self._pins: Counter[int] = Counter()  # number of operations that read a page
         self._forgotten: set[int] = set()  # forgotten pages, which become free when the last operation that reads them ends
-        # Pages evicted because the tier was full; pages evicted because a salt was at its quota.
+        # Evicted pages; of these, pages that were evicted because their salt was at its quota.
         self.evicted_total = self.over_quota_total = 0
 
     def __contains__(self, key: object) -> bool:
@@ -157,7 +157,7 @@ class HostIndex:
         return count
 
     def _evict(self) -> bool:
-        """Evicts the least recently used page that no operation reads. Returns False if every page is read."""
+        """Evicts the least recently used page that no operation reads. Returns False if operations read all cached pages."""
         for _ in range(len(self._cached)):
             key = next(iter(self._cached))
             if self._cached[key] not in self._pins:

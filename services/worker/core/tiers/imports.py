@@ -7,7 +7,7 @@
   operations continue. Their pages stay quarantined until the facts arrive, and are then published for other requests.
 - Pins are released when running requests need pages.
 - With cache groups, a request has a page end as its target (unit_reads.py). It reads the missing pages up to the target, and then
-  the missing units. If a read fails, it has a shorter target, or computes.
+  the missing units. If a read fails, the request takes a shorter target, or computes the rest.
 
 Tiers is the owner.
 """
@@ -86,7 +86,7 @@ class Imports:
         return seq in self._waits
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Makes a request wait if a tier has more of its prompt than the tree, and reading this part is faster than computing it.
+        """Makes a request wait if reading pages of its prompt that the tree lacks is faster than computing them.
 
         Returns:
             Whether the request waits.
@@ -241,9 +241,10 @@ class Imports:
         return self._unit_reads.choose_end(wanted, memory, hit, cached, source_of(wanted))
 
     def _next_read(self, wanted: Wanted, memory: KVMemory) -> tuple[Place | None, int]:
-        """Returns the place of the next read of a request, and the pages and parts that the request reads together.
+        """Returns the place of a request's next read, and the number of pages and parts that the request reads in all its reads.
 
-        Without cache groups, these are the next pages in this place. The place is None if the next page or unit is being read.
+        Without cache groups, it is the number of the next pages in this place. The place is None if the next page or unit is
+        being read.
         """
         cached = memory.cached(wanted.tree, wanted.tokens, wanted.end * memory.page_size)[1] // memory.page_size
         if cached < wanted.end:

@@ -55,9 +55,9 @@ class RunningImport:
     late: bool = False  # whether computing its pages would now be faster than waiting; new requests do not wait for it
 
     def compared(self, wanted: Wanted) -> tuple[int, int]:
-        """Returns the pages and parts that a waiting request reads after this operation, and the pages to compute instead.
+        """Returns (pages and parts that a waiting request reads after this operation, pages that it would compute instead).
 
-        The second number is 0 if these are the pages to read, which holds without cache groups.
+        Without cache groups, the second number is 0: the request would compute the pages that it reads.
         """
         if not wanted.num_rows:
             return wanted.limit - self.first - len(self.operation.keys), 0
@@ -88,7 +88,7 @@ class Lanes:
         return sum(len(running.operation.pages) for running in self if not running.operation.group)
 
     def num_units(self, index: int) -> int:
-        """Number of units of a cache group that the operations write."""
+        """Returns the number of units of a cache group that the operations write."""
         return sum(len(running.operation.pages) for running in self if running.operation.group == 1 + index)
 
     def begin(self, running: RunningImport) -> None:

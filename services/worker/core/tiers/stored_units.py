@@ -28,7 +28,9 @@ class StoredEnd:
     """A page end at which a hit can end while lower tiers have its units."""
 
     end: int  # number of pages
-    keys: tuple[bytes, ...]  # keys of its last page and of one part of some of its units; the others are copied with these units
+    # Page key of its last page, and the key of the last part of the first and the last unit of each group. The other parts are
+    # copied together with these parts.
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class PathCopy:
     """The pages and units of a path that lower tiers may have, within the share of one prompt."""
 
     num_pages: int  # number of the path's first pages
-    units: tuple[StoredUnit, ...]  # units of the last page end first
+    units: tuple[StoredUnit, ...]  # units of the page ends, beginning with the last page end
     keys: tuple[bytes, ...]  # keys of all pages and parts: the parts of a page's units follow the page
     ends: tuple[StoredEnd, ...] = ()  # page ends with these units, the last one first
 

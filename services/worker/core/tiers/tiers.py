@@ -183,7 +183,7 @@ class Tiers:
     def replace_weights(self, revision: str) -> None:
         """Forgets the host pages of the old weights.
 
-        Later requests do not find pages of the old weights in a storage. The storage evicts such pages in time.
+        Later requests do not find pages of the old weights in a storage. The storage deletes such pages later, by their age.
         """
         self.clear((Tier.HOST,))
         if self._blocks is not None:

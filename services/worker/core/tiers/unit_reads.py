@@ -1,8 +1,8 @@
 """The page ends up to which imports read, and the reads of units, for models with cache groups.
 
 A hit needs all pages up to its end and the units that the next token reads there. An import therefore has one page end as its
-target: the longest one at which nothing is missing that neither the tree nor another tier has. It reads the missing pages first.
-When they are in the tree, it reads the missing units. Imports is the owner.
+target: the last one whose pages and units are all in the tree, in another tier or in a remote worker. It reads the missing pages
+first. When they are in the tree, it reads the missing units. Imports is the owner.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class UnitReads:
             source: the request's remote worker, or None.
 
         Returns:
-            Whether there is a page end after the hit whose units may be taken now.
+            Whether there is a page end after the hit up to which the request can read now.
         """
         wanted.end, wanted.hit, wanted.num_rows = 0, hit, 0
         readable = cached
@@ -115,7 +115,7 @@ class UnitReads:
         memory: KVMemory,
         began: float | None,
     ) -> RunningImport:
-        """Begins the read of one of runs(). `node` is the node at the target; the other arguments are those of RunningImport."""
+        """Begins a read that runs() has returned. `node` is at the target; the other arguments are those of RunningImport."""
         assert memory.units is not None and memory.unit_pins is not None, "the model has cache groups"
         index, end = run[0].index, wanted.end
         keys = tuple(key for unit in run for key in unit.keys)

@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-MAX_FRAME = 1 << 28  # bytes of a frame
+MAX_FRAME = 1 << 28  # largest number of bytes of a frame
 
 
 def send_frame(link: socket.socket, body: bytes) -> None:

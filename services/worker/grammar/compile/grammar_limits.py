@@ -15,7 +15,7 @@ class GrammarLimits:
     quick_s: float = 1.0  # time after which a compilation in the quick queue is ended and starts again in the slow queue
     memory_mib: int = 512  # memory that one compilation may allocate
     compiled_mib: int = 32  # size of one compiled grammar
-    cache_mib: int = 256  # size of all compiled grammars that the worker keeps
+    cache_mib: int = 256  # size of all compiled grammars that the worker caches
     unused_mib: int = 16  # if all compiled grammars together exceed this size, grammars that are unused for idle_s are dropped
     idle_s: float = 60.0  # time after which a grammar counts as unused
     workers: int = 2  # threads of the quick queue; one additional thread serves the slow queue

@@ -18,7 +18,7 @@ from rootstock_llm.services.worker.text.step_meter import StepMeter
 
 TOKENS = 64  # tokens of each walk
 WALKS = 3
-SEED = 20240607  # fixed, so that the same grammar always gets the same verdict
+SEED = 20240607  # fixed, so that every trial of a grammar takes the same walks
 
 
 def run_trial(compiled: Compiled, tokens: Sequence[bytes], limits: GrammarLimits) -> None:

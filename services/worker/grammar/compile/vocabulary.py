@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The tokens of a model."""
 
-    tokens: tuple[bytes, ...]  # bytes by id; b"" for padding and for special tokens that no grammar may contain
+    tokens: tuple[bytes, ...]  # bytes by id; b"" for padding, stop tokens, and special tokens that no grammar may contain
     stop_ids: tuple[int, ...]  # ids that end an output, ascending; may be empty
 
     @property

@@ -1,4 +1,4 @@
-"""Fills the masks of a step into one of two buffers, which alternate because the executor may still read the last masks."""
+"""Fills the grammar masks of a step into one of two alternating buffers, because the executor may still read the last masks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class MaskFiller:
-    """Fills masks within a budget of CPU time per step. Used only on the loop's thread.
+    """Fills masks within a budget of CPU time per step. Used only on the scheduler loop's thread.
 
     The budget covers the masks of a step, and the accepted tokens and jumps of its requests since their last masks. CPU time
     beyond the budget is charged to the most expensive matcher. Otherwise, many grammars that each stay within their own limit

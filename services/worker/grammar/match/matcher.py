@@ -1,4 +1,4 @@
-"""The position of a request in its grammar, on top of xgrammar's matcher. Used only on the loop's thread.
+"""The position of a request in its grammar, on top of xgrammar's matcher. Used only on the scheduler loop's thread.
 
 If a matcher exceeds the CPU time of its meter or xgrammar fails, the matcher sets `fault` and accepts no more tokens, and its
 request ends. This is rare, because each grammar has passed a trial. ForcedText tokenizes text that a grammar determines.
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 
-MIN_CHARS = 2  # fewest characters of a jump; one character is nearly always one token, and sampling it is as fast as a jump
+# Smallest number of characters of a jump. One character is nearly always one token, and sampling it is as fast as a jump.
+MIN_CHARS = 2
 TOO_SLOW = "the grammar has become too expensive: computing the allowed next tokens takes too long"
 BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
 MAX_BACKLOG = 256  # accepted tokens by which the byte cursor may lag; limits the CPU time that it needs to catch up in one step
-MIN_FORCED = 2  # fewest tokens of a jump; a jump of one token saves nothing, because it costs one step, as sampling does
+# Smallest number of tokens of a jump. A jump of one token saves nothing, because it costs one step, as sampling does.
+MIN_FORCED = 2
 logger = logging.getLogger(__name__)
 
 
@@ -112,7 +114,7 @@ class XgrammarMatcher:
         return accepted
 
     def mask(self) -> NDArray[np.uint32]:
-        """Returns the mask of the tokens that may come next, uint32[words]. The mask is valid until the next accept().
+        """Returns the mask of the tokens that may come next, uint32[words]. Valid until the next accept() or forced().
 
         After the end of the output, the mask allows the stop ids. If xgrammar fails, the mask allows all tokens, and accept()
         refuses each of them.

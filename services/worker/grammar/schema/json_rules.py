@@ -109,7 +109,11 @@ def string_of(low: int, high: int | None, define: Callable[[Node], Ref]) -> Node
 
 
 def literal(value: Any, where: str) -> Text:
-    """Returns the only allowed spelling of a constant, without blanks. Raises GrammarRefused if it has an unpaired surrogate."""
+    """Returns the only allowed spelling of a constant, which has no whitespace between its JSON tokens.
+
+    Raises:
+        GrammarRefused: the constant has an unpaired surrogate.
+    """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
         raise GrammarRefused(f"{where}: has an unpaired surrogate")

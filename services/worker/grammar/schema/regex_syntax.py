@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rootstock_llm.services.worker.grammar.schema.ebnf import MAX_CODE_POINT, Ranges, complement, normalized
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
-MAX_GROUP_DEPTH = 64  # nested groups
+MAX_GROUP_DEPTH = 64  # largest nesting depth of groups
 MAX_COUNT = 100_000  # largest m or n of a quantifier {m,n}
 
 DIGITS: Ranges = ((0x30, 0x39),)
