@@ -17,7 +17,7 @@ from rootstock_llm.services.gateway.generation.origin import Caller
 from rootstock_llm.services.shared.control_values import SELECTED, put_values
 from rootstock_llm.services.shared.limits import MAX_CACHE_SALT_CHARS, MAX_KEY_NAME_CHARS, MAX_REQUEST_ID_CHARS
 
-MAX_TIMEOUT_S = 3600.0  # largest timeout_s of a body
+MAX_TIMEOUT_S = 3600.0  # largest `timeout_s` of a request, in seconds
 MAX_WORKER_CHARS = 512  # characters of a worker's id or address
 Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Tag = Literal["kv_cache", "weights"]
@@ -73,7 +73,9 @@ class FlushCache(SelectedPages):
 
     # Accepted from SGLang's clients without effect, because a worker never frees the memory of its page pool.
     empty_cache: bool | None = None
-    tiers: list[Literal["device", "host", "storage"]] = Field(default_factory=list, max_length=3)  # empty: the worker chooses
+    tiers: list[Literal["device", "host", "storage"]] = Field(
+        default_factory=list, max_length=3
+    )  # empty: the worker chooses them
 
     def request(self) -> Message:
         return self.flush_request(self.tiers)

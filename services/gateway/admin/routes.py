@@ -38,7 +38,7 @@ from rootstock_llm.services.shared.rpc.dialer import PLAINTEXT, Dialer
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 1 << 20  # bytes of a request's body
+MAX_BODY_BYTES = 1 << 20  # largest body of a request, in bytes
 BODY_TIMEOUT_S = 10.0  # seconds within which a request's body must arrive
 _PATHS = frozenset(path for _, path in ROUTES)
 

@@ -101,8 +101,8 @@ class PreparedChat:
 
     prompt: PromptInput
     formats: OutputFormats | None  # formats of the output. None: only the prompt was stored, and the fields below are unused
-    reasoning_marks: Sequence[int]  # token ids; see Parsing
-    context_len: int  # tokens
+    reasoning_marks: Sequence[int]  # token ids of the marks around reasoning, see Parsing
+    context_len: int  # context length of the model in tokens
     defaults: SamplingDefaults
 
     def applied_to(self, model: ModelInfo) -> ModelInfo:

@@ -68,7 +68,7 @@ class Streams:
         """
         self._store = store
         self._comment_s = comment_s
-        self._followed: dict[str, _StreamedResponse] = {}  # by response
+        self._followed: dict[str, _StreamedResponse] = {}  # by response id
         self._owners: Counter[str] = Counter()  # open streams by owner
         self._closed = asyncio.Event()
 

@@ -80,7 +80,7 @@ class KubernetesWatch:
         self._resync_s = resync_s
         self._stopping = threading.Event()
         self._api: SliceApi | None = None  # thread; the event loop only calls stop()
-        self._namespace = ""  # thread
+        self._namespace = ""  # thread; namespace of the Service
         self._slices: dict[str, dict[str, Any]] = {}  # thread; slices by name
         self._reported: Endpoints | None = None  # thread; last endpoints that were reported
         self._failures = 0  # thread; number of failures in a row

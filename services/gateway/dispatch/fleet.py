@@ -64,7 +64,7 @@ class Fleet:
         self._dialer = dialer
         self._rng = random.Random()
         self._young_until = 0.0  # loop time at which YOUNG_S has passed
-        self._replaced: list[Pool] = []  # for take_replaced()
+        self._replaced: list[Pool] = []  # pools that take_replaced() will return
         self.index = PrefixIndex(settings.max_speculative_blocks) if settings.routing_policy in NEEDS_INDEX else None
         self.mirror: IndexMirror | None = None
         if settings.redis_url and self.index is not None:

@@ -50,7 +50,7 @@ class ApiKey:
     priority: int | None = None  # default priority of its requests, and their most urgent allowed priority
     requests_per_minute: int | None = None  # requests that begin within a minute
     tokens_per_minute: int | None = None  # tokens of prompts and completions within a minute
-    max_concurrent: int | None = None  # running requests
+    max_concurrent: int | None = None  # requests that run at the same time
     models: frozenset[str] | None = None  # names of the models that it may use, or None for every model
     expires: float | None = None  # Unix seconds from which the API key is refused, or None for never
 

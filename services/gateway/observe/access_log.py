@@ -69,7 +69,7 @@ class AccessRecord(GenerationFields):
     key: str  # name of the API key; "" if the gateway has no API keys, or the request has no valid one
     status: int  # HTTP status; 499 if the client closed its connection; 0 if no response was begun
     code: str  # error code; "" without an error
-    end: str  # an End
+    end: str  # value of an End
     total_ms: float  # milliseconds from the request's head to the end of its response
     bytes: int  # size of the response's body
 

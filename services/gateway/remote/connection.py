@@ -147,7 +147,7 @@ async def response_of(call: Callable[[], Awaitable[T]]) -> T:
 class Patience:
     """Seconds for which a due message may be missing before a remote service counts as lost."""
 
-    silence: float  # limit for every cause
+    silence: float  # limit, whatever the cause
     # Limit if the machine also accepts no TCP connection; 0: no connection is tried. It may be shorter than `silence`: the kernel
     # of a reachable machine accepts connections even if the process gets no CPU time.
     unreachable: float

@@ -230,7 +230,7 @@ class FairQueue(Generic[T]):
         self._waiting_keys: list[tuple[float, str]] = []  # heap of (counter, API key); counters may be too small
         self._floor = 0.0  # counter at which API keys begin if the queue is empty
         self._levels: dict[int, FairLevel[T]] = {}  # by priority
-        self._priorities: list[int] = []  # keys of _levels, rising
+        self._priorities: list[int] = []  # priorities in _levels, rising
         self._entries: dict[int, _Entry[T]] = {}  # by id() of the item
         self._tickets = 0
 

@@ -127,7 +127,7 @@ class RoutingQuery:
     prompt_tokens: int
     matched: NDArray[np.int64] | None = None  # int64[capacity]: prompt tokens cached at each worker; None: unknown
     key: str = ""  # routing key; "" for none
-    lora: str = ""  # adapter; "" for none
+    lora: str = ""  # name of the adapter that the request needs; "" for none
     allowed: NDArray[np.bool_] | None = None  # bool[capacity]: workers to choose from, or None for all
     # Hash of the prompt's first block. b"" if the prompt has no whole block, if the policy uses no prefix index, or if
     # SharingMeter.is_shared is False.

@@ -18,7 +18,7 @@ from rootstock_llm.services.gateway.store import background_scripts as scripts
 from rootstock_llm.services.gateway.store.lease import LeaseLost
 from rootstock_llm.services.gateway.store.state_redis import READS, StateRedis
 
-PAGE_ITEMS, PAGE_BYTES = 128, 256 << 10  # limits of one page
+PAGE_ITEMS, PAGE_BYTES = 128, 256 << 10  # largest number of items and of bytes of one page
 
 T = TypeVar("T", bound=Sequence[object])
 ID_BYTES = array("I").itemsize
@@ -30,8 +30,8 @@ class Lengths:
 
     events: int = 0
     ids: int = 0  # output ids
-    texts: int = 0  # pieces with text
-    rows: int = 0  # pieces with logprobs
+    texts: int = 0  # number of pieces with text
+    rows: int = 0  # number of pieces with logprobs
 
 
 class BackgroundPast:

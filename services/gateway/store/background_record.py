@@ -44,7 +44,7 @@ class BackgroundOrder:
     routing_key: str  # routing key of the request
     created_at: int  # Unix seconds
     ends_at: int  # Unix seconds; deadline of the response
-    model: str  # served name
+    model: str  # name of the model that clients use
     asked: Mapping[str, Any]  # request body without its input
     rendered_end: str  # last characters of the rendered chat, see PromptInput
     context_bytes: int  # stored bytes of the earlier responses that this response continues
@@ -52,7 +52,7 @@ class BackgroundOrder:
     formats: Sequence[str] | None = None  # names of the formats of tool calls and of reasoning, see OutputFormats
     reasoning_marks: Sequence[int] = ()  # token ids of the opening and the closing mark of reasoning, see Parsing
     context_len: int = 0  # context length of the model in tokens
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters by name
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # default sampling parameters of the model, by name
 
     def dumped(self) -> bytes:
         return orjson.dumps(asdict(self))

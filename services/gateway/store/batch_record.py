@@ -61,7 +61,7 @@ class BatchRecord:
     order: BatchOrder
     status: BatchStatus
     times: Mapping[BatchStatus, int]  # Unix seconds at which the batch reached each status
-    total: int  # requests of the input
+    total: int  # number of requests in the input
     last: int  # number of the last line of the input, from 1; blank lines count
     completed: int  # requests with a result in the output file
     failed: int  # requests with a result in the error file

@@ -72,7 +72,7 @@ class _RenderedOutput:
         self.form = form
         self.text = bytearray()  # content of a JSON string, without the quotes
         self.ids = bytearray()  # content of a JSON array, without the brackets
-        self._count = 0  # output tokens
+        self._count = 0  # number of rendered output tokens
         self._has_prompt_logprobs = False
         self._input = _LogprobLists(form.logprobs, token_texts)
         self._output = _LogprobLists(form.logprobs, token_texts)
