@@ -73,9 +73,8 @@ class FlushCache(SelectedPages):
 
     # Accepted from SGLang's clients without effect, because a worker never frees the memory of its page pool.
     empty_cache: bool | None = None
-    tiers: list[Literal["device", "host", "storage"]] = Field(
-        default_factory=list, max_length=3
-    )  # empty: the worker chooses them
+    # Tiers whose pages are flushed. Empty: the worker chooses them.
+    tiers: list[Literal["device", "host", "storage"]] = Field(default_factory=list, max_length=3)
 
     def request(self) -> Message:
         return self.flush_request(self.tiers)
