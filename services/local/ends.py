@@ -12,7 +12,7 @@ VMSTAT = Path("/proc/vmstat")
 PREFIXES = (
     "cannot serve: ",
     "cannot start: ",
-)  # removed from log messages: the explanation already names the end
+)  # removed from a log message that an explanation quotes: the explanation already says that the process ended
 # A log line of Redis or Valkey: process, role, time, level. The level # is a warning or an error.
 REDIS_LINE = re.compile(r"^\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ (?P<level>[.*#-]) (?P<text>.+)$")
 OUT_OF_MEMORY = re.compile(r"MemoryError|can(?:no|')t allocate memory|bad_alloc|out of memory", re.IGNORECASE)

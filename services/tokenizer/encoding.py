@@ -28,7 +28,7 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 from rootstock_llm.services.tokenizer.boundaries import METASPACE, Boundaries
 
-PIECE_CHARS = 1 << 16  # length of the pieces of a long text
+PIECE_CHARS = 1 << 16  # desired characters per piece of a long text; a piece ends near that at a boundary
 SLICE_CHARS = 1 << 18  # characters that TokenLowerBound processes at a time
 _BLANKS = re.compile(r"[^\S\r\n]+")  # also matches four control characters
 _DENOMINATOR = 1 << 40  # TokenLowerBound counts in units of 1 / _DENOMINATOR tokens
@@ -103,7 +103,7 @@ class EncodeQueue:
         return [job.limited(ids) for ids in await done]
 
     async def _work(self) -> None:
-        # The lane ends in the loop iteration in which it finds the queue empty, so a later job starts a new lane.
+        # The lane ends in the iteration of the event loop in which it finds the queue empty, so a later job starts a new lane.
         try:
             await self._drain()
         finally:

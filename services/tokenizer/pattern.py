@@ -38,8 +38,8 @@ class Item:
     """A quantified class or group."""
 
     position: Position | None  # the class; None for a group
-    least: int
-    most: int | None  # the upper bound; None for no limit
+    least: int  # smallest number of repetitions
+    most: int | None  # largest number of repetitions; None for no limit
     is_possessive: bool
 
 

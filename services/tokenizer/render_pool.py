@@ -100,7 +100,7 @@ class _Process:
                 cwd=ROOT,
                 env={"PYTHONPATH": str(ROOT)},  # secrets in this process's environment are not passed on
                 # Ctrl-C in a terminal reaches only the service, which ends its processes. Linux divides CPU time between sessions
-                # first (autogroups), so that a process starts in time although other services keep all cores busy.
+                # first (autogroups), so a process starts within start_seconds even if other services keep all cores busy.
                 start_new_session=True,
             )
         )

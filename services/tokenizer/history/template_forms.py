@@ -53,7 +53,7 @@ MAX_ORDERS = 512  # cached orders; also cached spellings
 
 _MARK = "a7f3c9"  # a text that no template contains
 _ID = "call_5f0c1d2e3a4b59687786a5b4"  # a call id in the format of this server
-# Shape.calls in an order, by the number of calls.
+# Shape.calls of a turn in an order of roles, by the turn's number of calls; more than 2 calls count as 2.
 _CALLS: tuple[tuple[ArgumentsKind, ...], ...] = ((), ("object",), ("object", "object"))
 _USER: Message = {"role": "user", "content": "Find it."}
 _ANSWER: Message = {"role": "assistant", "content": "Found."}

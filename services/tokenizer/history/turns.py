@@ -176,7 +176,7 @@ def calls_apart(turns: Turns) -> Turns:
     return found
 
 
-# In the order in which they are applied.
+# All repairs of a chat, in the order in which they are applied.
 REPAIRS: tuple[Repair, ...] = (
     developers_as_systems,
     functions_as_tools,

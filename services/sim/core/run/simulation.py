@@ -35,7 +35,7 @@ class Outcome:
     stats: StepStats
     num_pages: int
     page_size: int
-    seconds: float  # virtual time from the start to the last output
+    seconds: float  # virtual time from the start to the end of the run
 
 
 class Simulation:
