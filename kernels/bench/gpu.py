@@ -81,7 +81,7 @@ def all_cases() -> Iterator[GpuCase]:
 
 
 def measured(case: GpuCase, timer: GpuTimer, copy_bandwidth: float) -> KernelFigures:
-    """Times a case.
+    """Times a case with our kernel and with plain torch.
 
     If the kernel fails, the result has the error and no figures. If plain torch fails, the result has the kernel's figures.
     """

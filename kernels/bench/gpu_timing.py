@@ -19,7 +19,7 @@ Make = Callable[[torch.device], Work]
 
 @dataclass(frozen=True, slots=True)
 class GpuCase:
-    """A kernel at one shape."""
+    """A kernel with inputs of one shape, which GpuTimer times."""
 
     name: str
     # Allocates inputs and outputs, and returns the timed work: one call of the kernel, without host work except the launch.

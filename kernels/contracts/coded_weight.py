@@ -27,7 +27,7 @@ class Scheme:
     bits: int  # 8 or 4
     group: int = 0  # elements of a group; 0: the group is a whole output channel
     zero_points: bool = False  # whether each group has its own zero point; if not, the zero point is 2^(bits - 1)
-    table: tuple[int, ...] | None = None  # number for each of the 16 codes, -127 to 127; None: see the module
+    table: tuple[int, ...] | None = None  # number for each of the 16 codes, -127 to 127; None: numbers are code - zero point
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -41,7 +41,7 @@ class Scheme:
 
     @property
     def zero(self) -> int:
-        """The zero point of a scheme without zero points and without a table."""
+        """Zero point of all groups of a scheme that stores no zero points and has no table."""
         return 1 << (self.bits - 1)
 
     def groups_of(self, depth: int) -> int:
@@ -97,11 +97,11 @@ class CodedWeight:
         return elements if self.order is None else elements[:, torch.argsort(self.order)]
 
     def without_zeros(self) -> CodedWeight:
-        """Returns the weight without zero points. All of them must equal Scheme.zero."""
+        """Returns the weight without stored zero points, all of which must equal Scheme.zero."""
         return replace(self, zeros=None, scheme=replace(self.scheme, zero_points=False))
 
     def with_zeros(self) -> CodedWeight:
-        """Returns the weight with a zero point for each group."""
+        """Returns the weight with a stored zero point for each group."""
         if self.zeros is not None:
             return self
         zeros = torch.full(self.scales.shape, self.scheme.zero, dtype=torch.uint8, device=self.device)

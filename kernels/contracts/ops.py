@@ -163,7 +163,7 @@ class DraftStates:
     order: Tensor  # int64: index of each token in the inserted tokens followed by the step's tokens; empty if none is inserted
     own: Tensor  # int64[T]: index of each token of the step after the insertion; empty if none is inserted
     saved: Tensor  # int64[S]: tokens of the step whose inputs are saved
-    targets: Tensor  # int64[S]: their rows of the saved inputs
+    targets: Tensor  # int64[S]: rows of the saved inputs in which the inputs of these tokens are saved
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ class RowFault(enum.IntEnum):
     Sampling kernels report NAN_LOGITS and NO_TOKEN_ALLOWED by these values, and 0 for no fault.
     """
 
-    NAN_LOGITS = 1  # the largest raw logit is NaN or infinite
+    NAN_LOGITS = 1  # the largest raw logit or an element of the embedding is NaN or infinite
     OUT_OF_VOCAB = 2  # a token id of the row is outside the vocabulary
     NO_TOKEN_ALLOWED = 3  # masks, bans and stop rules together leave no token to sample
-    FAILED = 4  # the sampling parameters of the row could not be applied
+    FAILED = 4  # the sampling parameters of the row could not be applied, or its DRY penalties could not be computed
     OUT_OF_MEMORY = 5  # the device has too little memory for the row's part of the step, even in the smallest pieces

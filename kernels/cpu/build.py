@@ -87,11 +87,11 @@ FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default",
     "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
-COMPILE_TIMEOUT_S = 300  # for each source file
+COMPILE_TIMEOUT_S = 300  # seconds for each source file
 
 
 class BuildFailed(RuntimeError):
-    """The kernels cannot be built: there is no compiler, the compiler failed, or no folder is writable.
+    """Raised if the kernels cannot be built: there is no compiler, the compiler failed, or no folder is writable.
 
     The message has the reason, and names the package to install if there is no compiler.
     """

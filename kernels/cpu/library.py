@@ -122,7 +122,7 @@ class CpuKernels:
         return PackedLinear(data, None if bias is None else _padded(bias, columns), depth, rows, True)
 
     def _has_dots(self, weight: Tensor) -> bool:
-        """Whether the CPU has dot products for this weight."""
+        """Whether the library multiplies this weight with dot product instructions of the CPU."""
         return self._packs and _is_bfloat16(weight) and weight.shape[1] % 2 == 0
 
     def _fill(self, data: Tensor, weight: Tensor, gated: bool) -> None:

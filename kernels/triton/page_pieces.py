@@ -1,4 +1,4 @@
-"""Copies pieces of pages from host memory into a device's pools, one layer per launch.
+"""Copies pieces of pages from host memory into a device's pools, one group of layers per launch.
 
 The kernel reads host memory over the bus, which limits the speed of the copy. It uses few programs, so that most of the device is
 free for concurrent steps.

@@ -1,6 +1,7 @@
 // Scores and values of a block of keys for few queries, as in decoding. Memory limits the speed, so keys and values are not packed.
 //
-// Each element is the same chain of dot products as in a packed tile, so that a token's bits do not depend on the size of its tile.
+// Each element is the same chain of dot products as in a packed tile of an ordered job. In ordered jobs, a token's bits therefore
+// do not depend on the size of its tile.
 
 #include "attention_tile.h"
 #include "vector16.h"

@@ -115,8 +115,8 @@ float bound_of_top(const Row& row, int64_t k) {
 }
 
 // Returns the ids of the logits >= bound that may remain after the cuts: most likely first, and the lower id first among equal logits.
-// `ranked` tells whether top_k cuts. Without top_k, the tokens with a mass below `least` are omitted: all of them together have
-// less than 1 - top_p of the mass, so they are not in the nucleus.
+// `ranked` tells whether top_k cuts. Without top_k, the tokens with a mass below `least` are omitted. All tokens with a mass below
+// `outside` together have less than 1 - top_p of the mass, so they are not in the nucleus. min_p cuts the tokens below min_p.
 std::vector<int64_t> candidates(const Row& row, const Rule& rule, bool ranked, float bound) {
     const double outside = (1.0 - rule.top_p) * row.total / static_cast<double>(row.size) * 0.999;
     const double least = ranked ? 0.0 : std::max<double>(outside, rule.min_p);

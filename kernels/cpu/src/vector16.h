@@ -1,4 +1,4 @@
-// Vectors of 16 float32: loads from bfloat16, the exponential, and the two transposes that attention needs.
+// Vectors of 16 float32: loads from bfloat16, the exponential, silu, sums over lanes, and a transpose.
 #pragma once
 
 #include "numeric.h"
@@ -13,7 +13,7 @@ inline __m512 widen16(const bf16* source) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// Returns e^x as exponential() in numeric.h does, 0 below -87 and for minus infinity.
+// Returns e^x, 0 below -87 and for minus infinity. The polynomial has one degree less than that of exponential() in numeric.h.
 inline __m512 exponential16(__m512 x) {
     const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
     const __m512 clamped = _mm512_min_ps(_mm512_set1_ps(88.0f), x);

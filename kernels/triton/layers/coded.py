@@ -137,7 +137,7 @@ class CodedWeights:
         self._tables: dict[tuple[int, ...], Tensor] = {}  # tables of schemes as int8[16]
 
     def operands(self, weight: PackedLinear) -> CodedOperands:
-        """Returns the arguments. The first call with a table copies it to the device and must not be captured."""
+        """Returns the arguments that describe a weight. The first call with a table copies it, and must not be captured."""
         scheme, scales, zeros, unread = weight.scheme, weight.scales, weight.zeros, weight.data
         if scheme is None or scales is None:
             options = {"GROUP": 0, "ZERO": 0, "HALVES": False, "HAS_ZEROS": False, "HAS_TABLE": False}

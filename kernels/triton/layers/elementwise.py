@@ -113,7 +113,7 @@ def _activate_and_mul(out: Tensor, x: Tensor, gelu: bool) -> None:
 
 @triton.jit
 def _sigmoid_mul_kernel(x, gate, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """Each element of the gate applies to WIDTH elements of x."""
+    """Multiplies x by the sigmoid of the gate. Each element of the gate applies to WIDTH elements of x."""
     take_turn(CHAINED)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size

@@ -1,7 +1,11 @@
 """Implements Kernels and StepKernels with the Triton kernels.
 
-torch (cuBLAS) computes the matrix products, with two exceptions: products of one row, for which cuBLAS reads the weight too
-slowly, and deterministic products, because cuBLAS chooses the order of a row's sums by the number of rows.
+torch (cuBLAS) computes the matrix products. Triton kernels compute four kinds of products:
+
+- products of one row, for which cuBLAS reads the weight too slowly
+- deterministic products, because cuBLAS chooses the order of a row's sums by the number of rows
+- products with weights that have codes
+- products of experts
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ from rootstock_llm.kernels.triton.layers.route import route
 
 
 class TritonLayers:
-    """The Triton kernels of a model's layers. The device is the only state.
+    """The Triton kernels of a model's layers. Its state is the device, tables of coded weights, and counters if deterministic.
 
     Every call launches on the current stream of the current device, which must be `device`. A CUDA graph can capture a call only
     after an earlier call with the same shapes has compiled the kernel.
 
-    gated_linear() allocates [T, 2 N], and attention allocates scratch for splits, with torch's caching allocator. During a
+    linear(), gated_linear(), experts() and paged_attention() may allocate temporary tensors with torch's caching allocator. In a
     capture, the allocator takes the memory from the graph's pool and reuses it for the next layer.
     """
 

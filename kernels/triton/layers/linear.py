@@ -93,8 +93,8 @@ def one_row_linear(out: Tensor, x: Tensor, weight: PackedLinear) -> None:
 
 SHORT, LONG = 512, 1024  # the two sizes of a segment of the depth, see segment_of()
 PROGRAMS = 128  # number of programs that is enough for a device: about one per multiprocessor
-# Numbers of blocks of columns. From WIDE_BLOCKS on, one program per block is enough, and segments need no separate programs. From
-# VOCABULARY_BLOCKS on, the blocks fill the device many times, and the weight is not prefetched.
+# Numbers of blocks of columns. With WIDE_BLOCKS or more, one program per block is enough, and segments need no separate programs.
+# With VOCABULARY_BLOCKS or more, the blocks fill the device many times, and the weight is not prefetched.
 WIDE_BLOCKS, VOCABULARY_BLOCKS = 512, 2048
 
 

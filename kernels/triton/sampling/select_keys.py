@@ -125,7 +125,7 @@ def least(values, weights, goal, low, high, slack, PIVOTS: tl.constexpr):
         goal: sum to reach.
         low: lower bound, exclusive.
         high: upper bound, inclusive.
-        slack: -1: the exact result. From 0 on, the search may end at a larger v if the weights up to this v exceed the goal by at
+        slack: -1: the exact result. 0 or more: the search may end at a larger v if the weights up to this v exceed the goal by at
             most `slack`.
     """
     steps = tl.arange(0, PIVOTS).to(tl.int64) + 1

@@ -157,7 +157,7 @@ def tally_kernel(
     logits, edited, slot_params, slots, positions, mask_rows, loss_offsets, tops, spreads, tile_masses, vocab_size, max_parts,
     num_parts, tiles_each, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Sums the masses of tiles, for rows without top-k and top-p."""
+    """Stores the mass of each tile, for rows without top-k and top-p."""
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -182,7 +182,7 @@ def round_kernel(
     logits, edited, slot_params, slots, positions, mask_rows, loss_offsets, tops, spreads, counts, masses, pivots_out, vocab_size,
     max_parts, num_parts, tiles_each, ROUND: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Measures rows with top-p and without top-k."""
+    """Measures counts and masses at the pivots, for rows with top-p and without top-k."""
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot < 0:
