@@ -63,14 +63,14 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """Attention of one model. All calls use one stream."""
 
-    name: str  # the name for logs
+    name: str  # name of the back end in logs
     captures: bool  # whether decode steps can be captured in CUDA graphs
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepares the next forward pass. The plan is valid until the next call of plan().
 
-        The call launches on the current stream and is never captured. For a graph, plan() is called before the capture and before
-        each replay. It then fills the buffers that the captured kernels read.
+        plan() launches its copies and kernels on the current stream, and is never captured. For a graph, it is called before the
+        capture and before each replay, and fills the buffers that the captured kernels read.
         """
 
     def attend(self, out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, rows: RaggedRows, rule: ScoreRule) -> None:

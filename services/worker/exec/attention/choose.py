@@ -37,7 +37,7 @@ def choose_attention(
             of the model's layers on a CPU.
 
     Raises:
-        ValueError: the name is unknown or the back end is not available; the message has the reason.
+        ValueError: the name is unknown, or the back end is not available or not deterministic; the message has the reason.
     """
     if name not in NAMES:
         raise ValueError(f"attention back end {name!r} is unknown; the back ends are {', '.join(NAMES)}")

@@ -37,8 +37,8 @@ SMS_WITHOUT_DEVICE = 132  # multiprocessors that are assumed without a GPU, in t
 class FlashInferAttention:
     """An AttentionBackend that owns FlashInfer's wrappers, their page indices and their scratch memory.
 
-    A wrapper is the library's object for one kind of step. All wrappers share the scratch memory. This is safe, because the
-    stream runs the kernels of a plan before the copies of the next plan.
+    A wrapper is the library's object for one kind of step and one sliding window. All wrappers share the scratch memory. This is
+    safe, because the stream runs the kernels of a plan before the copies of the next plan.
     """
 
     name = "flashinfer"
@@ -97,7 +97,7 @@ class FlashInferAttention:
         self._parts: tuple[_Part, ...] = ()
 
     def prepare(self, log: Callable[[str], None]) -> None:
-        """Runs a step of every kind, so that the library loads its kernels.
+        """Runs a step of each kind that the limits of the shape allow, so that the library loads its kernels.
 
         The library first compiles kernels that are missing, which takes minutes. Waits for the device. Must be called before the
         first step.

@@ -14,8 +14,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32768  # the length of the library's own buffer of key/value lengths
 TENSOR_CORE_GROUP = 4  # smallest number of query heads per key/value head for which decode runs on tensor cores
 BLOCKS_PER_SM = 16  # blocks of the decode kernel that one multiprocessor runs at once: 2,048 threads, 128 per block
-MIN_FLOAT_BYTES = 128 << 20  # the size in the library's documentation
-MIN_INT_BYTES = 8 << 20  # the size that the library allocates itself
+MIN_FLOAT_BYTES = 128 << 20  # size of the float workspace in the library's documentation
+MIN_INT_BYTES = 8 << 20  # size of the int workspace that the library allocates itself
 SLACK_BYTES = 4096  # for alignment: every array of the library begins at a multiple of 16 bytes
 
 
@@ -48,7 +48,7 @@ def check(shape: AttentionShape, dtype: torch.dtype) -> None:
 
 
 def tensor_cores(shape: AttentionShape) -> bool:
-    """Returns whether decode runs on tensor cores: from TENSOR_CORE_GROUP query heads per key/value head.
+    """Returns whether decode runs on tensor cores: if a key/value head has at least TENSOR_CORE_GROUP query heads.
 
     The decode kernel for CUDA cores computes 2 floating-point operations in float32 per query head and element that it reads. An
     H200 reads 4.8 TB/s and computes 67 TFLOP/s. With 4 query heads, the bytes of one second need about 20 TFLOP, without their

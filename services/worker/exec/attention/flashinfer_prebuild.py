@@ -78,7 +78,7 @@ class RecordingLibrary:
 
 @dataclass
 class _Wrapper:
-    """Stands in for a wrapper of the library."""
+    """Replaces a wrapper of the library, and records the modules that its plans would load."""
 
     modules: dict[Module, None]  # RecordingLibrary.modules, to which plan() adds
     kernels: Sequence[str]  # Module.kernels that the library may choose for this wrapper
@@ -131,7 +131,7 @@ def missing(library: Any, modules: Iterable[Module]) -> list[Any]:
 
 
 def missing_in_wheels(library: Any, modules: Iterable[Module], arch: str) -> list[str]:
-    """Returns the names of the modules of which no installed wheel has a compiled form for a GPU architecture.
+    """Returns the names of the modules that no installed wheel has in compiled form for a GPU architecture.
 
     It loads no module, because loading needs a GPU driver. FLASHINFER_DISABLE_JIT must be set. The library must have version 0.7
     or later, which reads compiled modules from several wheels.

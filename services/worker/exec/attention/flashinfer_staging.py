@@ -31,7 +31,7 @@ class CopyEvent(Protocol):
 class StagingSlot:
     """Host memory for one step, pinned if the device is a GPU."""
 
-    columns: Tensor  # int32[n]
+    columns: Tensor  # int32[columns_size(max_rows)], memory of StagedColumns
     schedules: tuple[Tensor, ...]  # one uint8 buffer per plan of a step
     copied: CopyEvent | None  # event after the slot's copies, or None on a CPU, whose copies are done on return
 

@@ -77,7 +77,7 @@ def graph_wrapper(module: Any, workspace: Tensor, pages: PageMemory, rows: int, 
 
 
 def set_schedule_buffers(wrapper: Any, host: Tensor, device: Tensor) -> None:
-    """Sets the buffers for the schedule of the wrapper's next plan. Sets private attributes, because the library has no others.
+    """Sets the buffers for the schedule of the wrapper's next plan. The library has only private attributes for them.
 
     Args:
         host: uint8; the plan writes the schedule here.
@@ -89,7 +89,7 @@ def set_schedule_buffers(wrapper: Any, host: Tensor, device: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WrapperPlanner:
-    """Plans the rows of a step, or its last rows, with a wrapper. The scale of attention is passed to run() instead."""
+    """Plans all rows of a step, or only its extend or decode rows. The scale of attention is passed to run() instead."""
 
     module: Any
     shape: AttentionShape

@@ -1,4 +1,6 @@
-"""Attention by our Triton kernels: prompts in tiles, decode rows with split keys, and two launches for a mixed step.
+"""Attention by our Triton kernels: prompts in tiles, and decode rows with split keys.
+
+A mixed step has two launches, or one in deterministic mode.
 
 The scratch memory is allocated once, so that its addresses in captured graphs stay valid. A captured launch depends only on the
 number of rows and the longest possible context. Its kernels read the lengths of rows on the device.

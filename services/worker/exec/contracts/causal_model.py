@@ -60,8 +60,11 @@ class RoutedModel(Protocol):
         """Shape of the model's experts; None if the model has no experts."""
 
     def routed_experts(self, num_tokens: int) -> Tensor:
-        """Returns int32[layers, num_tokens, chosen], the experts of the last pass, which had `num_tokens` tokens with padding.
+        """Returns int32[layers, num_tokens, chosen]: the ids of the experts that computed each token of the last pass.
 
         The last pass may be a replay of a graph, because the buffer has a constant address. The result is valid until the next
         pass. Called only if the model has experts.
+
+        Args:
+            num_tokens: tokens of the last pass, padding included.
         """

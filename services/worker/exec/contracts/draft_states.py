@@ -51,7 +51,7 @@ class RecurrentColumns:
     order: I32
     own: I32  # [T], index in the second launch of each token of the pass; empty if none is inserted
     saved: I32  # [S], tokens of the pass whose inputs are saved
-    targets: I32  # [S], their rows of the saved inputs
+    targets: I32  # [S], rows of the saved inputs in which the inputs of these tokens are saved
 
     @classmethod
     def of(cls, plan: BatchPlan, replays: Replays) -> RecurrentColumns:
@@ -86,12 +86,12 @@ class RecurrentColumns:
         return cls(rows, first, np.concatenate(sources), int(inserted.sum()), order, own, saved, targets)
 
     def words(self) -> I32:
-        """Returns the columns as one array for the upload."""
+        """Returns all columns as one int32 array, which is uploaded to the device."""
         parts = (self.rows, self.replays, self.sources, self.order, self.own, self.saved, self.targets)
         return np.concatenate([part.ravel() for part in parts])
 
     def on_device(self, words: Tensor) -> tuple[StateRows, DraftStates]:
-        """Returns the states of the second launch, and the rest. `words` are the uploaded words()."""
+        """Returns the states of the second launch, and all other columns, on the device. `words` are the uploaded words()."""
         sizes = [part.size for part in (self.rows, self.replays, self.sources, self.order, self.own, self.saved, self.targets)]
         rows, replays, sources, order, own, saved, targets = torch.split(words, sizes)
         offsets, counts, *states = rows.view(COLUMNS, -1).unbind(0)
@@ -113,7 +113,7 @@ class RecurrentColumns:
 
 
 def _columns(counts: I64, before: I64, after: I64, cuts: I64, at_cut: I64) -> I32:
-    """Returns int32[COLUMNS, n] of rows that follow each other."""
+    """Returns int32[COLUMNS, n]: the offsets of n rows whose tokens follow each other, then the given columns."""
     return np.stack((np.cumsum(counts) - counts, counts, before, after, cuts, at_cut)).astype(np.int32)
 
 

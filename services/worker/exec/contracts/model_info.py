@@ -30,7 +30,7 @@ class LoadedInfo:
     load_seconds: tuple[tuple[str, float], ...] = ()  # (phase, seconds) pairs of LoadPhases
     graph_rows: tuple[int, ...] = ()  # numbers of rows for which decode graphs are captured, rising
     graph_rereads: int = 0  # tokens of KV that a graph may read again, see GraphLimits.rereads
-    eager_step_cost: float = 0.0  # extra time of a step without a graph, see GraphLimits.eager_cost
+    eager_step_cost: float = 0.0  # extra time of a step without a graph, in multiples of a replayed step's time (GraphLimits)
     # fingerprint of everything that determines a result's bits, except the weights; "" if a row's bits depend on its batch
     numerics: str = ""
     max_drafts: int = 0  # largest number of draft tokens in a decode row; 0 without a drafter
@@ -42,7 +42,7 @@ class LoadedInfo:
     groups: tuple[CacheGroup, ...] = ()  # cache groups of windowed and recurrent layers; empty if all KV is in pages
     window_bytes: int = 0  # bytes of a unit of the WINDOW group
     state_bytes: int = 0  # bytes of a unit of the STATE group
-    max_running_requests: int = 0  # largest number of requests that the units allow; 0: they set no limit
+    max_running_requests: int = 0  # largest number of running requests, by slots and by units of the STATE group; 0: no limit
     experts: ExpertShape | None = None  # experts whose rows the executor can count; None: the model has no experts
     quantization: str = ""  # see Quantization.__str__
     kv_port: int = 0  # port at which remote workers read this worker's KV; 0 if they cannot

@@ -11,7 +11,10 @@ from rootstock_llm.services.worker.core.contracts.transfers import Deleted, Sele
 
 @dataclass(frozen=True, slots=True)
 class ReleaseMemory:
-    """Returns memory of the KV pool or the weights to the system, until ResumeMemory. The content of the pool is lost."""
+    """Returns the memory of the KV pool, the weights or both to the device or the system, until ResumeMemory.
+
+    The content of a released pool is lost.
+    """
 
     kv: bool  # release the KV pool
     weights: bool  # release the weights
@@ -27,7 +30,7 @@ class ResumeMemory:
 
 @dataclass(frozen=True, slots=True)
 class StartProfile:
-    """Starts a profile of the steps."""
+    """Starts a profile of all later steps, until StopProfile."""
 
     path: Path  # file for the Chrome trace, which StopProfile writes; its folder exists
 
@@ -39,7 +42,7 @@ class StopProfile:
 
 @dataclass(frozen=True, slots=True)
 class DeleteStored:
-    """Deletes pages of the storage tier, after all operations that began earlier.
+    """Deletes pages of the storage tier, after all reads and writes of this tier that began earlier.
 
     The executor does not wait for the deletion; its result goes to `done`.
     """

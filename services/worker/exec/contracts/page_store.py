@@ -54,7 +54,7 @@ class PageStore(Protocol):
     """
 
     page_bytes: int  # size of every page
-    shared: bool  # whether other workers also write to the store; the owner then calls news() from time to time
+    shared: bool  # whether other workers also write to the store; the owner then polls news()
 
     def keys(self) -> Sequence[bytes]:
         """Returns the page keys in the store, oldest first. Reads memory only; the result is valid until the next call."""
@@ -73,7 +73,7 @@ class PageStore(Protocol):
         """Returns the page keys that reads have removed since the last call, because the pages are missing or damaged."""
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> Written:
-        """Stores the pages in order until the disk is full. Pages that the store already has are skipped.
+        """Stores the pages in order until the disk or the server is full. Pages that the store already has are skipped.
 
         A page that is reported as stored survives a crash of the process.
 

@@ -11,10 +11,10 @@ from rootstock_llm.services.worker.core.contracts.transfers import I32, Pull
 
 
 class ReadPages(Protocol):
-    """Copies pages, or parts of the units of a cache group, to host memory. Several threads may call it at once."""
+    """Copies pages, or parts of the units of a cache group, to host memory. Several threads may call it at the same time."""
 
     def __call__(self, pages: I32, out: memoryview, group: int = 0) -> None:
-        """Fills a buffer, page after page.
+        """Fills `out` with the bytes of the pages, page after page.
 
         Args:
             pages: page ids, int32[n]. For a cache group: part p of unit u has the id u * (parts of a unit) + p.
@@ -34,7 +34,7 @@ class PeerCounts:
 
 @dataclass(frozen=True, slots=True)
 class PeerRate:
-    """The rate of the last large read from one remote worker."""
+    """The rate of the last read from one remote worker that was large enough to be measured."""
 
     address: str  # host:port
     transport: str  # `tcp`, `tls`, `nixl`, or `shm` for shared memory
@@ -44,7 +44,7 @@ class PeerRate:
 class PeerReader(Protocol):
     """Reads KV pages of remote workers.
 
-    Calls for one address come from one thread at a time. Calls for several addresses may come at once.
+    Calls for one address come from one thread at a time. Several threads may read from different addresses at the same time.
     """
 
     def read(self, pull: Pull, count: int, out: memoryview, group: int = 0) -> int:
@@ -57,12 +57,12 @@ class PeerReader(Protocol):
             group: PageOperation.group.
 
         Returns:
-            `count`, or 0 if the reservation was closed before the last page was read, or if the remote worker did not respond in
-            time.
+            `count`, or 0 if the read failed: the reservation was closed before the last page was read, the remote worker refused
+            the read, or it did not respond within the time limit.
         """
 
     def leave(self, source: KvSource) -> None:
-        """Tells the remote worker that its reservation can be freed. Does nothing if the remote worker cannot be reached."""
+        """Tells the remote worker that the reservation of `source` can be freed. No effect if it cannot be reached."""
 
     def rates(self) -> Sequence[PeerRate]:
         """Returns the rates of the known remote workers. May be called on any thread."""

@@ -31,17 +31,17 @@ class Run(Protocol):
 
 
 class Executor(Protocol):
-    """Executes plans."""
+    """Computes the plans of the scheduler on a device."""
 
     def forward(self, plan: BatchPlan) -> Run:
         """Launches the forward pass.
 
-        It returns at once, unless the positions of draft tokens depend on the number of draft tokens that the previous step
-        accepts. The executor reads the plan until wait() returns.
+        It does not wait for the device, with one exception: in an executor with a drafter, it may wait for tokens of earlier
+        steps on which the plan depends. The executor reads the plan until wait() returns.
         """
 
     def draft_tokens(self, run: Run) -> DraftTokens:
-        """Returns the draft tokens that follow the input tokens of the step's decode rows, before the step is sampled.
+        """Returns the draft tokens that follow the input tokens of the step's decode rows. Called before sample().
 
         Blocks until the draft tokens are known, but not until the forward pass ends. Empty if the step has failed.
         """
@@ -68,7 +68,7 @@ class Executor(Protocol):
         """
 
     def transfer(self, operations: Sequence[PageOperation]) -> None:
-        """Begins operations on pages as soon as all steps that were launched before this call have ended. Returns at once.
+        """Queues page operations, which begin after all steps that were launched before this call. Does not block.
 
         It raises no exception. Each operation, including a failed one, has one result in facts().
         """
@@ -88,7 +88,8 @@ class Executor(Protocol):
     def apply(self, operation: Operation) -> None:
         """Runs an operation after the work of all earlier calls, and returns when it is done.
 
-        No step may be in flight. No step may be launched while KV or weights are released.
+        No step may be in flight. No step may be launched while KV or weights are released. DeleteStored is an exception: it is
+        only queued, steps may be in flight, and its result goes to DeleteStored.done.
 
         Raises:
             OperationRefused: nothing has changed.
@@ -105,7 +106,7 @@ class ExecutorError(RuntimeError):
 
 @dataclass(slots=True)
 class ExecutorStats:
-    """Counts since the start. The thread that launches steps writes them, and metric scrapes read them."""
+    """Counts of steps since the executor's start. The thread that launches steps writes them, and metric scrapes read them."""
 
     graph_steps: int = 0  # steps that were replayed as CUDA graphs
     eager_steps: int = 0  # steps that were launched kernel by kernel

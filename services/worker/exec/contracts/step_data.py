@@ -171,7 +171,7 @@ class ForwardBatch:
         return int(self.offsets[-1] + self.num_tokens[-1]) if len(self.offsets) else 0
 
     def words(self) -> I32:
-        """Returns the columns as one array for the upload."""
+        """Returns the columns of the rows and of the samples as one int32 array, which is uploaded to the device."""
         assert len(self.slots) == len(self.starts) == len(self.num_tokens) == len(self.offsets), "columns of equal lengths"
         assert len(self.sample_slots) == len(self.sample_positions) == len(self.sample_indices), "columns of equal lengths"
         parts = (self.slots, self.starts, self.num_tokens, self.offsets)
@@ -204,7 +204,7 @@ class TokenRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputLogprobs:
-    """Which log probabilities the requests of the sampled rows ask for.
+    """The log probabilities that the requests of the sampled rows ask for.
 
     The values are copied from the rows' slots, because a slot may have another request before the result arrives.
     """

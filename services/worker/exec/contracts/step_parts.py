@@ -25,7 +25,7 @@ from rootstock_llm.services.worker.exec.streams.copies import Readback, UploadRi
 
 
 class Sections(Protocol):
-    """Parameters that are uploaded to the device."""
+    """Sampling parameters of new slots, in the form of an upload."""
 
     def sections(self) -> list[tuple[str, NDArray[np.generic]]]:
         """Returns the sections of an upload as (name, values)."""
@@ -42,7 +42,7 @@ class StepLogprobs(Protocol):
         Args:
             plan: the step's plan.
             input_ids: int64[T], the step's input tokens on the device.
-            logits: gives the logits of tokens by their index in the step.
+            logits: returns the logits of the tokens with the given indices in the step.
             readback: receives the results.
             prefix: prefix of the names in the readback.
         """
@@ -74,7 +74,7 @@ class StepLogprobs(Protocol):
         Args:
             scored: the rows and their labels.
             views: the uploaded sections of score_sections().
-            logits: gives the logits of tokens by their index in the step.
+            logits: returns the logits of the tokens with the given indices in the step.
             readback: receives the results.
             prefix: prefix of the names in the readback.
         """
@@ -88,7 +88,7 @@ class StepLogprobs(Protocol):
         """
 
     def measure(self, logits: Tensor, tokens: Tensor, rows: Tensor, num_top: int) -> Measured:
-        """Measures rows of logits.
+        """Measures the log probabilities of a given token and of the most likely tokens, in rows of logits.
 
         Args:
             logits: float32[n, V].
@@ -101,11 +101,11 @@ class StepLogprobs(Protocol):
 class StepSampler(Protocol):
     """Samples the rows of a step."""
 
-    max_slots: int  # largest number of rows in one launch
+    max_slots: int  # number of slots, and so the largest number of rows that a captured graph samples
 
     @property
     def logprobs(self) -> StepLogprobs:
-        """The log probabilities that the slots' requests ask for."""
+        """Measures the log probabilities that the slots' requests ask for."""
 
     @property
     def num_words(self) -> int:
@@ -113,13 +113,13 @@ class StepSampler(Protocol):
 
     @property
     def ring(self) -> UploadRing:
-        """Upload buffers."""
+        """Buffers of the sampler's uploads."""
 
     def admission(self, admitted: Sequence[SlotParams]) -> Sections:
         """Returns the sampling parameters of new slots for an upload. admit() reads them on the device."""
 
     def admit(self, views: Mapping[str, Tensor]) -> None:
-        """Applies the parameters of new slots.
+        """Writes the sampling parameters of new slots into the table on the device.
 
         Args:
             views: uploaded sections of admission().
@@ -129,10 +129,10 @@ class StepSampler(Protocol):
         """Records the input tokens of the plan's extend rows, for penalties."""
 
     def fixed_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
-        """Returns inputs with constant addresses, for a CUDA graph."""
+        """Returns inputs of the sampling kernels with constant addresses, for a CUDA graph."""
 
     def step_inputs(self, slots: Tensor, positions: Tensor) -> SampleRows:
-        """Returns inputs for one step that is not replayed as a graph."""
+        """Returns inputs of the sampling kernels for one step that is not replayed as a graph."""
 
     def run_kernels(self, batch: SampleBatch) -> None:
         """Launches the sampling kernels for all rows of the inputs on the current stream. The launches can be captured."""

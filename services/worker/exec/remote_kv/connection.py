@@ -28,7 +28,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._open = threading.Lock()  # guards the descriptor; the system reuses the number of a closed one for other files
+        self._open = threading.Lock()  # guards the descriptor, because the system reuses the number of a closed descriptor
         # TCP_NODELAY, because requests are small and the sender waits for the response. Buffer sizes are not set: the kernel
         # would limit them to net.core.wmem_max, which is usually less than the size to which it enlarges a buffer by itself.
         with suppress(OSError):  # a broken connection; its first use raises
@@ -74,7 +74,7 @@ class Connection:
     def receive_into(self, out: bytearray | memoryview, deadline: float) -> int:
         """Fills `out` and returns the number of received bytes.
 
-        The number is smaller than the size of `out` if the connection ends before.
+        The number is smaller than the size of `out` if the connection ends before `out` is full.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -118,8 +118,8 @@ class Connection:
         """Receives a file descriptor and `size` bytes over a Unix socket.
 
         Returns:
-            The descriptor, which the caller must close, or None if none was sent; and the bytes. They are fewer than `size` if
-            the connection ends before.
+            The descriptor, or None if none was sent, and the bytes. The caller must close the descriptor. There are fewer than
+            `size` bytes if the connection ends before the last of them.
 
         Raises:
             TimeoutError: the deadline has passed.

@@ -28,7 +28,7 @@ from rootstock_llm.services.worker.core.contracts.reservations import PROOF_BYTE
 
 VERSION = 1
 DIGEST_BYTES = 32
-MAX_LAYOUT_BYTES = 4096  # longest layout in a hello; a longer one is cut, but the digest is that of the whole layout
+MAX_LAYOUT_BYTES = 4096  # bytes to which the description of a layout is cut in a hello; the digest is of the whole layout
 MAX_ERROR_BYTES = 16384  # longest error message in bytes
 _MAGIC = b"RSTKVPGS"
 _HELLO = struct.Struct(f"<8sII{DIGEST_BYTES}s")  # magic, version, bytes of the layout, digest
@@ -73,7 +73,7 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """What the bytes of a page mean. Reader and server must have equal layouts."""
+    """The meaning and the size of the bytes of a page. Reader and server must have equal layouts."""
 
     name: bytes  # KV layout (LoadedInfo.kv_layout), of any length
     page_size: int  # tokens

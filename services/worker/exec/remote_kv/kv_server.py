@@ -46,8 +46,8 @@ class ServerLimits:
     """Limits of a reservation server."""
 
     max_connections: int = 64  # connections at a time
-    hello_timeout_s: float = 5.0  # seconds until a hello begins, and from the first to the last byte of every frame
-    idle_timeout_s: float = 60.0  # seconds between two requests
+    hello_timeout_s: float = 5.0  # seconds for the TLS handshake, until a hello begins, and for the rest of each frame
+    idle_timeout_s: float = 60.0  # longest time in seconds between two requests
     send_timeout_s: float = 10.0  # seconds for a whole response
     max_read_bytes: int = 64 << 20  # bytes of pages in one response; one page is always permitted
 
@@ -177,7 +177,7 @@ class TcpKvServer:
                     self._closed.wait(ACCEPT_PAUSE_S)
 
     def _admit(self, connection: Connection, is_shared: bool) -> None:
-        """Starts the thread of a connection. Closes the connection if there are already max_connections connections.
+        """Starts the thread of a connection. Closes the connection if max_connections connections are open, or after close().
 
         Raises:
             RuntimeError: no thread can be started.
@@ -210,7 +210,7 @@ class TcpKvServer:
                 self._refuse(connection, Status.MALFORMED, str(error))
             except OSError as error:
                 logger.info("lost the connection to a remote reader", extra=fields(error=str(error)))
-            except Exception:  # of any type, such as errors of read_pages; only this connection ends
+            except Exception:  # an error of any type, such as errors of read_pages; only this connection ends
                 logger.exception("could not serve KV pages")
             finally:
                 connection.close()
@@ -250,7 +250,7 @@ class TcpKvServer:
                         self._send(connection, Status.OK, staging.description)
 
     def _staging_sender(self, connection: Connection, reservation: KvReservation) -> StagingSender | None:
-        """Returns a sender through NIXL, or None after sending a refusal. Then pages go over the connection. Raises OSError."""
+        """Returns a sender through NIXL, or None after a refusal: pages then go over the connection. Raises OSError."""
         if self._reservations.find(reservation) is None:
             self._refuse(connection, Status.NO_RESERVATION)
         elif self._carrier is None:
@@ -293,7 +293,7 @@ class TcpKvServer:
         return True
 
     def _exchange_hello(self, connection: Connection) -> bool:
-        """Receives and answers the hello. Returns False if there is no hello, or if the layouts differ.
+        """Receives and answers the hello. Returns False if there is no hello, or if versions or layouts differ.
 
         Raises Malformed or OSError.
         """
@@ -311,7 +311,15 @@ class TcpKvServer:
         return True
 
     def _frame(self, connection: Connection, size: int, timeout_s: float) -> bytearray | None:
-        """Receives a frame. Returns None if no byte arrives within timeout_s, or if the connection ends. Raises Malformed."""
+        """Receives a frame.
+
+        Returns:
+            None if no byte arrives within timeout_s, or if the connection ends before the first byte.
+
+        Raises:
+            Malformed: only a part of the frame has arrived.
+            OSError: the connection is broken.
+        """
         frame = bytearray(size)
         try:
             begun = connection.receive_into(memoryview(frame)[:1], time.monotonic() + timeout_s)
@@ -400,7 +408,7 @@ class TcpKvServer:
         for release in releases:
             try:
                 self._on_left(release)
-            except Exception:  # of any type; the other releases are still reported
+            except Exception:  # an error of any type; the other releases are still reported
                 logger.exception("could not report the release of a KV reservation")
 
 

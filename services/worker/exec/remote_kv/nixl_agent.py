@@ -62,7 +62,7 @@ class HostAgent:
             raise AgentFailed(f"NIXL has no back end {BACKEND}; install NIXL with it")
 
     def register(self, address: int, size: int) -> tuple[Any, bytes]:
-        """Registers memory. Returns the registration, and the metadata with which a remote agent can read only these bytes.
+        """Registers memory. Returns the registration, and the metadata that a remote agent needs to read these bytes.
 
         Raises AgentFailed.
         """
@@ -75,7 +75,10 @@ class HostAgent:
                 raise
 
     def deregister(self, registered: Any) -> None:
-        """Ends a registration. Afterwards, no remote agent can read the memory. Raises AgentFailed."""
+        """Ends a registration. Raises AgentFailed.
+
+        Afterwards, no remote agent can read the memory on a network with remote keys. TCP has no remote keys.
+        """
         with self._lock, _translated("NIXL cannot deregister memory"):
             self._agent.deregister_memory(registered, [BACKEND])
 

@@ -1,8 +1,8 @@
 """The carrier, a process that runs NIXL for a worker: python -m rootstock_llm...remote_kv.nixl_carrier DESCRIPTOR.
 
-DESCRIPTOR is a socket to the worker. NIXL runs in a separate process for safety. On a network without remote keys, such as TCP, a
-remote agent could read and write all memory of the process. The carrier has no secrets, and no data except pages that are being
-sent or received.
+DESCRIPTOR is the file descriptor of a socket to the worker. NIXL runs in a separate process for safety. On a network without
+remote keys, such as TCP, a remote agent could read and write all memory of the process. The carrier has no secrets, and no data
+except pages that are being sent or received.
 
 The worker shares memory areas with the carrier. For each area, there is a socket (the line) and a thread that serves it. The
 thread ends with the line, and the process ends with the worker. Areas stay mapped: on a network without remote keys, a late
@@ -85,7 +85,7 @@ class CarriedMemory:
             raise AgentFailed("the area has already loaded a remote agent")
 
     def close(self) -> None:
-        """Ends the use of the memory. Returns when no remote agent reads it and no read writes to it. Raises AgentFailed."""
+        """Ends the registration of the memory, after the end of a read that may still write to it. Raises AgentFailed."""
         try:
             if self._remote is not None:
                 self._agent.unload(self._remote)

@@ -102,13 +102,13 @@ class CarriedArea:
     def close(self) -> None:
         """Fills the memory with zeros and returns it to the Carrier.
 
-        If the carrier process does not confirm within END_S that the memory is unused, the memory is not used again.
+        If the carrier process does not confirm within END_S + REPLY_S that the memory is unused, the memory is not used again.
         """
         self.wipe()
         try:
             self._order(Order(OrderKind.END), time.monotonic() + END_S)
         except OSError as error:
-            logger.info("NIXL did not release a memory area in time", extra=fields(error=str(error)))
+            logger.info("NIXL did not confirm that a memory area is unused", extra=fields(error=str(error)))
             self._memory.close()
         else:
             self.wipe()  # an aborted read may have written to the memory

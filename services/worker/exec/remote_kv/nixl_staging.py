@@ -31,7 +31,7 @@ SLOTS = 4
 SLOT_BYTES = 4 << 20  # size of a slot, and so of a piece; if a page is larger, each slot has the size of a page
 NONCE_BYTES = 32  # random bytes with which the reader tests that it can read the area
 PIECE_TIMEOUT_S = 2.0  # seconds for the read of a piece; short, so that time is left for a read over TCP
-_ADDRESSES = 1 << 64  # number of addresses
+_ADDRESSES = 1 << 64  # bytes of an address space of 64 bits
 
 
 class Unstaged(OSError):

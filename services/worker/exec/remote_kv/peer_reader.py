@@ -40,7 +40,7 @@ MEASURED_BYTES = 8 << 20  # smallest read whose rate is measured
 SLOW_BYTES_S = 1e9  # bytes per second; a slower read may take longer than computing the KV, so the log has a warning
 STAGE_TIMEOUT_S = 2.0  # seconds; limit for switching a connection to NIXL
 UNSTAGED_S = 60.0  # seconds after a failure of NIXL for which new connections to the remote worker do not try NIXL
-REST_S = 2.0  # seconds after a failure for which reads from the remote worker fail at once, instead of after a timeout
+REST_S = 2.0  # seconds after a failure for which reads from the remote worker fail without an attempt
 
 
 class _PeerRefuses(OSError):
@@ -83,7 +83,7 @@ class _Peer:
     nixl_is_decided: bool = False  # whether a decision for or against NIXL was made for this connection
     is_busy: bool = False  # whether a thread uses the connection
     failure: str = ""  # reason why the last read failed; empty if the remote worker can be read
-    rests_until: float = 0.0  # time.monotonic() until which reads fail at once (REST_S)
+    rests_until: float = 0.0  # time.monotonic() until which reads fail without an attempt (REST_S)
     unstaged_until: float = 0.0  # time.monotonic() until which new connections do not try NIXL (UNSTAGED_S)
     rate: PeerRate | None = None  # last measured rate, None before the first measurement
 

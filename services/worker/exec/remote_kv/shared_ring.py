@@ -1,10 +1,10 @@
 """Sends and receives pages on the same machine through a ring in shared memory, piece by piece.
 
-A ring has a number of slots, each of which holds one piece: one or more pages. It is memory with a descriptor (memfd) that the
-server sends over a Unix socket. The memory is sealed: its size cannot change, and only the server can write it. The server fills
-a slot and sends the mark FILLED, a byte, over the socket. The reader copies the slot, and sends FREE if the slot is needed again.
-Both sides copy at the same time, and a piece is still in the CPU cache when the reader copies it. If the reservation is closed
-during the copy of a piece, the server sends BROKEN instead of FILLED, and the reader does not read the slot.
+A ring has several slots. A slot holds one piece, which is one or more pages. The ring is memory with a descriptor (memfd), which
+the server sends over a Unix socket. The memory is sealed: its size cannot change, and only the server can write it. The server
+fills a slot and sends the mark FILLED, a byte, over the socket. The reader copies the slot, and sends FREE if the slot is needed
+again. Both sides copy at the same time, and a piece is still in the CPU cache when the reader copies it. If the reservation is
+closed during the copy of a piece, the server sends BROKEN instead of FILLED, and the reader does not read the slot.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class PeerTls:
         return self._files.now()
 
     def check(self, reader: ssl.SSLSocket) -> None:
-        """Checks the reader's certificate. Raises ssl.SSLError if it is not a worker's."""
+        """Checks the reader's certificate. Raises ssl.SSLError if a name is configured and the certificate lacks it."""
         names = names_of(reader).names if self.name else frozenset()
         if self.name and self.name not in names:
             raise ssl.SSLError(f"the certificate needs the name {self.name}; it has {', '.join(sorted(names)) or 'no name'}")

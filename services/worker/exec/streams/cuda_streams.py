@@ -211,7 +211,7 @@ class SpareStreams(Generic[T]):
 class CudaStreams:
     """Streams of a GPU.
 
-    Work runs on the calling thread, which only launches kernels and copies. Current streams are set for that thread only.
+    launch() runs its work on the calling thread. Current streams are set for that thread only.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """The streams of a CPU: one thread that runs launched work in call order, in place of all three streams.
 
-Only this thread accesses tensors, pools and the relay. The loop's thread queues work, and waits for the values that collect()
-returns. When work runs, all earlier work is done, so that no stream has to wait for another. Host and device memory are the same.
+The loop's thread accesses no tensors, pools or relay. It queues work, and waits for the values that collect() returns. When work
+runs, all earlier work is done, so that no stream has to wait for another. Threads of the page mover and of the KV server copy
+pages of the pools in parallel. Host and device memory are the same.
 """
 
 from __future__ import annotations

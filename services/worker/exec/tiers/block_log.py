@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<I8s8s")  # number of keys, block name, model version (we
 _MAGIC, _VERSION = b"RSTKVBLK", 1
 _CHECKSUM_BYTES = 8
 MOST_KEYS = 64  # largest number of page keys of a block, which has 64 tokens
-SPARE_BYTES = 4 << 20  # the file is rewritten when it exceeds 2 * S + SPARE_BYTES, where S is its size after the last rewrite
+SPARE_BYTES = 4 << 20  # append() rewrites a file that would exceed 2 * S + SPARE_BYTES; S is its size after the last rewrite
 
 
 class BlockLog:
@@ -53,7 +53,7 @@ class BlockLog:
         self._path, self._stored_keys, self._disk = path, stored_keys, disk or Disk()
         self._pause = WritePause(time.monotonic)
         self._fd: int | None = None
-        self._size = self._most = 0  # bytes of the file, and size from which on append() rewrites it
+        self._size = self._most = 0  # bytes of the file, and largest size to which append() enlarges it without a rewrite
 
     def read(self) -> list[TierBlock]:
         """Returns the blocks that have a page in the store, oldest first, and removes all other names from the file."""
@@ -66,7 +66,7 @@ class BlockLog:
         return blocks
 
     def append(self, blocks: Iterable[TierBlock]) -> None:
-        """Appends the names of blocks whose pages have been stored."""
+        """Appends the names of blocks whose pages have been stored. Does nothing during the pause after a disk error."""
         records = b"".join(map(_record, blocks))
         if not records or not self._pause.over:
             return

@@ -36,7 +36,7 @@ class KnownKeys:
         return len(self._of_tag.get(tag, ()))
 
     def add(self, keys: Iterable[bytes], written_ms: int | None) -> list[bytes]:
-        """Appends keys. Returns the first keys, which are dropped if there are more than `most` keys.
+        """Appends keys. If there are more than `most` keys afterwards, drops the first ones and returns them.
 
         Args:
             written_ms: time of writing in ms, None if it is unknown.
@@ -75,7 +75,7 @@ class KnownKeys:
             self._remove_without_time(tag_of(key), key)
 
     def oldest(self, tag: bytes, count: int) -> list[bytes]:
-        """Returns at most `count` keys of a tag, oldest first by time of writing."""
+        """Returns at most `count` keys of a tag: those without a time of writing, then the others, oldest first."""
         times = self._of_tag.get(tag, {})
         return nsmallest(count, times, key=lambda key: times[key] or 0)
 

@@ -134,7 +134,7 @@ def can_load_by_layers(copier: PageCopier, memory: torch.Tensor) -> bool:
             copier.save(page, [found])
             copier.synchronize()
             is_equal = found.equal(row)
-        except Exception:  # of any type, such as errors of compilers and drivers; whole pages are copied without the kernel
+        except Exception:  # an error of any type, such as of a compiler or driver; whole pages are copied without the kernel
             logger.exception("could not load a page layer by layer")
             is_equal = False
         row.copy_(before)

@@ -184,7 +184,7 @@ class PageCopier:
                 part.index_copy_(0, ids, gathered[:, at : at + part.shape[1]])
 
     def synchronize(self) -> None:
-        """Blocks until a GPU has done all work. Returns at once if the pools are in host memory."""
+        """Blocks until a GPU has done all work. Does nothing if the pools are in host memory."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

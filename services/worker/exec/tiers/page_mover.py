@@ -3,7 +3,8 @@
 The mover has one thread for backups (copies to the host tier), one for loads (copies from the host tier), one for the storage
 tier and one per remote worker. So a slow disk or remote worker does not delay the host tier, and a backup does not delay a load.
 Each thread runs its jobs in order. On a CPU, the thread for backups has a lower priority than steps. Every operation is reported
-by one fact. A failed operation is logged and moves no page.
+by one fact. After a fact that reports a load early, a second fact reports its duration. A failed operation is logged. Its fact
+has no moved page. If a load fails after its early fact, the mover calls on_lost instead.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ NEWS_S = 1.0  # seconds between two queries of a shared storage for changes
 MORE_NEWS_S = 0.02  # seconds until the next query if a query has returned only a part of the changes
 PULLED_BYTES = 16 << 20  # largest number of bytes of units in one read from a remote worker, unless a page is larger
 FACT_KEYS = 8192  # largest number of keys or blocks in one fact
-# Nice value of the thread for backups. It gets about a tenth of the share of a step's thread on a contended core. A backup may be
-# slow, because its pages are pinned.
+# Nice value of the thread for backups. On a contended core, the thread gets about a tenth of the share of a step's thread. A
+# backup may be slow, because its pages are pinned.
 BACK_UP_NICE = 10
 URGENT = -1  # stream priority of loads, because steps wait for their layers
 _STORAGE_KINDS = (OperationKind.STORE, OperationKind.FETCH)
@@ -165,7 +166,7 @@ class PageMover:
         return found
 
     def delete_stored(self, which: Selection, done: Future[Deleted]) -> None:
-        """Deletes pages of the storage tier after all operations that were begun before. Does not block."""
+        """Deletes pages of the storage tier after all earlier operations of this tier. Does not block."""
         if self._store is not None:
             self._streams.launch(partial(self._storage_jobs.put, _Delete(which, done)))
         elif done.set_running_or_notify_cancel():
@@ -177,7 +178,10 @@ class PageMover:
             self._streams.launch(partial(self._enqueue_leave, source))
 
     def close(self) -> None:
-        """Ends the threads, and closes store and log. Called when the core waits for no operation."""
+        """Ends the threads, and closes store and log. Called when the core waits for no operation.
+
+        If a thread does not end within CLOSE_TIMEOUT_S, store and log stay open, and the host memory stays pinned.
+        """
         if self._peers is not None:
             self._peers.close()
         with self._lock:
@@ -283,7 +287,7 @@ class PageMover:
     def _report_news(self, store: PageStore) -> None:
         try:
             news = store.news()
-        except Exception:  # of any type; pages that the core does not know to be stored are computed
+        except Exception:  # an error of any type; pages that the core does not know to be stored are computed
             logger.exception("could not query the shared storage for changes")
             return
         if news.more:
@@ -296,7 +300,7 @@ class PageMover:
         is_wanted = done.set_running_or_notify_cancel()
         try:
             deleted = store.delete(which)
-        except Exception as error:  # of any type; `done` passes it to the caller
+        except Exception as error:  # an error of any type; `done` passes it to the caller
             logger.exception("could not delete stored pages")
             if is_wanted:
                 done.set_exception(error)
@@ -313,7 +317,7 @@ class PageMover:
     def _leave(peers: PeerReader, source: KvSource) -> None:
         try:
             peers.leave(source)
-        except Exception:  # of any type; the reservation ends after its hold time
+        except Exception:  # an error of any type; the reservation ends after its hold time
             logger.exception("could not release a KV reservation", extra=fields(address=source.address))
 
     def _report(self, fact: Fact) -> None:
@@ -336,7 +340,7 @@ class PageMover:
         except LoadFailed as error:
             self._log_failed(operation)
             self.on_lost(str(error))
-        except Exception:  # of any type; the core computes the pages instead
+        except Exception:  # an error of any type; the core computes the pages instead
             self._log_failed(operation)
             self._settle()
             self._report(Fact(operation.op_id))
@@ -353,7 +357,7 @@ class PageMover:
             began = time.perf_counter()
             count, stored, dropped = self._move(operation)
             self._synchronize()
-        except Exception:  # of any type; the pages are computed instead, or stay in their tier
+        except Exception:  # an error of any type; the pages are computed instead, or stay in their tier
             self._log_failed(operation)
             self._settle()
             return Fact(operation.op_id)
@@ -367,7 +371,7 @@ class PageMover:
         """
         try:
             self._synchronize()
-        except Exception as error:  # of any type: an error of the driver
+        except Exception as error:  # an error of the driver, of any type
             logger.error("the device does not respond", extra=fields(error=repr(error)))
 
     def _move(self, operation: PageOperation) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:

@@ -1,6 +1,6 @@
 """A storage tier that several workers share: KV pages by page key in Redis or Valkey.
 
-A PageStore with one owner, which calls it on one thread.
+The PageStore has one owner, which calls it on one thread.
 
     pages:2:IDENTITY:p:KEY   string   checksum 16 | time of writing 8, in ms | page; expires if not written or read for ttl_s
     pages:2:IDENTITY:news    stream   {k: written keys, joined}, {d: deleted keys, joined}, {h: ""}: a worker has begun a scan
@@ -236,7 +236,7 @@ class RedisPageStore:
         return refusal
 
     def _evict_over_quota(self, tag: bytes, count: int, dropped: list[bytes]) -> None:
-        """Evicts so many of the oldest pages of a tag that `count` more pages fit its quota. Raises the errors of _FAILED."""
+        """Evicts the oldest pages of a tag until `count` more pages fit its quota. Raises the errors of _FAILED."""
         over = self._known.num_with_tag(tag) + count - self._salt_pages
         if over <= 0:
             return
@@ -414,8 +414,8 @@ class RedisPageStore:
     def _newest_entry(self) -> str | None:
         """Returns the id of the newest entry of the news. The next read begins after it.
 
-        It adds an entry, so that there is one. If the server refuses the entry, because it is full, the newest existing entry is
-        returned, or None if there is none.
+        It adds an entry, so that the news have one. If a full server refuses the entry, it returns the id of the newest existing
+        entry, or None without entries.
         """
         try:
             return _text(self._redis.xadd(self._news_key, {"h": ""}, maxlen=MOST_NEWS, approximate=True))

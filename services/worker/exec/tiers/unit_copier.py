@@ -21,7 +21,7 @@ Addresses = NDArray[np.int64]
 
 
 class PieceCopies(Protocol):
-    """Copies many pieces of host memory in one call. Declares the C++ copies."""
+    """Copies many pieces of host memory in one call. CpuCopies implements it with the C++ library."""
 
     def copy_pieces(self, to: Addresses, source: Addresses, sizes: Addresses, streamed: bool) -> None: ...
 
@@ -51,7 +51,7 @@ class UnitCopier:
         self.num_parts: int = -(-self.unit_bytes // page_bytes)
         cuts = sorted({0, *self._ends, *range(page_bytes, self.unit_bytes, page_bytes)})
         begins = np.array(cuts[:-1], dtype=np.int64)
-        # Of each piece, in the order of a unit's bytes: tensor, offset in the tensor's unit, size, part, and offset in the row.
+        # Per piece, in the order of a unit's bytes: tensor, offset in the tensor's unit, size, part, and offset in the row.
         self._of_tensor = np.searchsorted(self._ends, begins, side="right")
         self._in_tensor = begins - (np.array(self._ends) - sizes)[self._of_tensor]
         self._sizes = np.diff(cuts)
