@@ -57,7 +57,7 @@ from rootstock_llm.services.worker.exec.weights.quantization import Quantization
 
 logger = logging.getLogger(__name__)
 
-EXTRA_GRAPH_ROWS = 64  # the largest graph has one row per slot, and this many further rows for extend rows and draft tokens
+EXTRA_GRAPH_ROWS = 64  # largest number of rows of a graph beyond one per slot, for extend rows and draft tokens
 HOST_PROMPTS = (1, 20)  # tokens of the prompts that warm up a CPU; few, because a CPU has no kernels to compile
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ __all__ = ["DeviceOptions", "assemble_executor", "build_device_executor"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """Parts that replace the parts which the executor's options choose. A field is None if the options choose its part."""
+    """Replacements for the parts that the executor's options choose. A field is None if the options choose its part."""
 
     streams: Streams | None = None
     kernels: KernelSet | None = None
@@ -94,7 +94,8 @@ def build_device_executor(
         dtype: auto, bfloat16, float16 or float32.
         num_pages: pages of the KV pool. None for as many as fit. On a GPU, model and pool together get the share
             mem_fraction_static of the memory. On a CPU, the pool gets this share of the memory that is free after loading.
-        context_len: tokens. None for the model's context, or for the size of the pool if the pool is smaller.
+        context_len: tokens of prompt and output together; None for the model's context. If num_pages is also None and the pool
+            holds fewer tokens, the size of the pool is the context.
         check_relay: whether a step must fail if it decodes a slot for which no token was sampled.
         parts: see DeviceParts.
 
@@ -105,7 +106,7 @@ def build_device_executor(
         NoDevice: the machine does not have the device.
         CheckpointError: the folder is broken or lacks files.
         UnsupportedModel: the model is not supported with these options.
-        PoolTooSmall: the pool would hold fewer tokens than context_len, or no page.
+        PoolTooSmall: the pool would hold no page. On a GPU without num_pages: it would hold fewer tokens than context_len.
         ValueError: an option has an invalid value or is not available.
     """
     device = device_of(options.device)
@@ -187,7 +188,7 @@ def _step_tokens(options: DeviceOptions, loaded: LoadedModel) -> int:
 
 
 def _read_states(drafting: Drafting, passes: ForwardPass, num_tokens: int) -> HiddenStates:
-    """Calls Drafting.read() with the model of `passes`, which is replaced when weights are resumed."""
+    """Calls Drafting.read() with the present model of `passes`. Resuming the weights replaces this model."""
     return drafting.read(passes.model, num_tokens)
 
 
@@ -258,7 +259,7 @@ class _Assembly:
         return KernelSet(self._loaded.kernels, sampling)
 
     def _run(self, work: Callable[[], T]) -> T:
-        """Runs `work` on the forward stream and returns its result. If it raises, the streams and their thread are closed."""
+        """Runs `work` on the forward stream and returns its result. If `work` raises, the streams and their thread are closed."""
 
         def on_forward() -> T:
             with self._streams.on_forward():
@@ -357,7 +358,7 @@ class _Assembly:
         Args:
             num_pages: pages of the pool, or None for as many as fit into the memory.
             mem_fraction_static: see build_device_executor().
-            context_len: tokens that the pool must hold, or None for one page.
+            context_len: tokens that the pool of a GPU must hold if num_pages is None; None for the tokens of one page.
         """
         return self._run(partial(self._finished, num_pages, mem_fraction_static, context_len or self._page_size))
 
@@ -459,7 +460,11 @@ class _Assembly:
         return make_mover(options, pages, self._copier, self._arrivals, layout, self._streams, self._progress, reader)
 
     def kv_server(self, layout: str) -> KvServer | None:
-        """Returns the server of KV reservations, or None if remote workers do not read this worker's KV. Raises ValueError."""
+        """Returns the server of KV reservations, or None if remote workers do not read this worker's KV.
+
+        Raises:
+            ValueError: the server cannot be opened with the worker's settings.
+        """
         peers = self._options.peers
         if peers is None or peers.open_server is None or not self._has_kv:
             return None
@@ -472,7 +477,7 @@ class _Assembly:
         return not self._loaded.is_encoder and bool(self.pools.token_bytes)
 
     def _copier(self) -> PageCopier:
-        """Returns a copier of the present pools. It is invalid after memory was released, because pools are then replaced."""
+        """Returns a copier of the present pools. It becomes invalid when memory is released: resuming replaces the pools."""
         return PageCopier((self.runner.passes.pool, self._drafting.pool), self._copies, self._bring_pieces)
 
     @cached_property
@@ -518,7 +523,7 @@ class _Assembly:
         return sizes
 
     def _given_sizes(self, num_pages: int, mem_fraction_static: float) -> PoolSizes:
-        """Returns the sizes for a number of pages that a setting gives."""
+        """Returns the numbers of pages and units of a pool whose number of pages is a setting."""
         if not self.pools.has_states:
             return self.pools.caches.with_units(num_pages)
         if self._device.type == "cuda":

@@ -170,7 +170,7 @@ class DeviceExecutor:
     def _forward(self, run: StepRun) -> None:
         try:
             self._profile.record(f"forward {run.plan.step_id}", partial(self._steps.forward, run))
-        except Exception as error:  # of any type; wait() raises ExecutorError for this step
+        except Exception as error:  # an error of any type; wait() raises ExecutorError for this step
             self._failed(run, error)
 
     def _sample(self, run: StepRun, masks: Masks, behind: Masks) -> None:
@@ -179,14 +179,14 @@ class DeviceExecutor:
                 self._profile.record(f"sample {run.plan.step_id}", partial(self._steps.sample, run, masks, behind))
             else:
                 self._steps.release(run)
-        except Exception as error:  # of any type, as in _forward()
+        except Exception as error:  # an error of any type, as in _forward()
             self._failed(run, error)
 
     def _result(self, run: StepRun) -> StepResult:
         if run.error is None:
             try:
                 return self._steps.result(run)
-            except Exception as error:  # of any type; a GPU reports errors of its kernels here
+            except Exception as error:  # an error of any type; a GPU reports errors of its kernels here
                 self._failed(run, error)
         raise ExecutorError(f"step {run.plan.step_id} failed: {run.error!r}") from run.error
 
@@ -211,7 +211,7 @@ class DeviceExecutor:
             return False
         try:
             self._streams.synchronize()
-        except Exception as failure:  # of any type; after an error of the driver, the device cannot be used
+        except Exception as failure:  # an error of any type; after an error of the driver, the device cannot be used
             self._lose(f"the device does not respond: {failure}")
         return not self._lost
 

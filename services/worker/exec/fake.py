@@ -1,8 +1,8 @@
 """An executor without a model. Its KV is token ids, and the next token is a function of the KV that a row reads.
 
 A row that reads a wrong, stale or unwritten page therefore samples a wrong token. If a step reads from the relay (future_map)
-before a token was written there, it raises an exception. The duration of a step is computed from its size and passes on the given
-clock.
+before a token was written there, forward() raises ExecutorError. The duration of a step is computed from its size. wait() sleeps
+until this duration has passed on the given clock.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class FakeRun:
     ready_at: float  # time on the clock at which the step ends
     faults: dict[int, RowFault]  # by row of the plan
     predicted: NDArray[np.bool_]  # bool[rows], whether the row's draft tokens came from the request's prediction
-    wrong: set[int]  # rows that read window units or a state that do not fit their context
+    wrong: set[int]  # rows that read window units or a state with other content than their context
     sampled: bool = False
     tokens: I32 = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
@@ -209,13 +209,13 @@ class FakeExecutor:
         self._window = next((group.window for group in groups if group.kind is CacheKind.WINDOW), 0)
         self.window_kv: I32 = np.full((units.get(CacheKind.WINDOW, 0), page_size), -1, dtype=np.int32)
         self.window_table: I32 = np.full_like(self.page_table, -1)
-        # States: the checksum of all tokens of a sequence.
+        # Units of the STATE group: each is the checksum of all tokens of a sequence.
         self.states: NDArray[np.uint32] = np.zeros(units.get(CacheKind.STATE, 0), dtype=np.uint32)
         # Saved inputs of draft tokens by slot: (first position, tokens) of the last two rows with draft tokens, newest first.
         self._saved: dict[int, list[tuple[int, I32]]] = {}
         self.future_map: I32 = np.full(num_slots, -1, dtype=np.int32)
         self.lengths: I32 = np.zeros(num_slots, dtype=np.int32)  # number of tokens with valid KV, by slot
-        # Host tier by host page: the tokens of a page, or a part of a unit, see _parts().
+        # Host tier by host page: the tokens of a page, or a part of a unit, see parts().
         self.host: dict[int, I32] = {}
         self.storage: dict[bytes, I32] = {}  # storage tier by page key or key of a part, with the same values
         self.peers: dict[str, FakeExecutor] = {}  # remote workers by the address at which their KV is read
@@ -233,7 +233,7 @@ class FakeExecutor:
         self._drafted_for: dict[int, bool] = {}  # SlotParams.drafted_for by slot
         self._predictions: dict[int, tuple[int, I32]] = {}  # (position of the first output token, prediction) by slot
         self.fail_steps: set[int] = set()  # ids of steps whose wait() raises
-        # Returns the number of pages that an operation moves. An operation fails at the next page.
+        # Returns the number of pages that an operation moves before it fails. By default, all operations move all pages.
         self.pages_moved: Callable[[PageOperation], int] = lambda operation: len(operation.keys)
         self.row_faults: dict[int, dict[int, RowFault]] = {}  # faults to report: by step id, then by row
 
@@ -279,7 +279,7 @@ class FakeExecutor:
         return FakeRun(plan, counts, self._busy_until, self.row_faults.get(plan.step_id, {}), predicted, wrong)
 
     def _advance_units(self, plan: BatchPlan, row: int, slot: int, start: int, ids: I32) -> bool:
-        """Writes a row's window units and states. Returns whether the units and the state that the row reads fit its context.
+        """Writes a row's window units and states. Returns whether the units and the state that the row reads match its context.
 
         Args:
             ids: the row's tokens, with draft tokens.
@@ -296,7 +296,7 @@ class FakeExecutor:
         return fits and (not len(self.states) or self._advance_state(plan, row, slot, start, context, ids))
 
     def _advance_state(self, plan: BatchPlan, row: int, slot: int, start: int, context: I32, ids: I32) -> bool:
-        """Replays accepted draft tokens and writes a row's states. Returns whether the state that the row reads is right."""
+        """Replays accepted draft tokens and writes a row's states. Returns whether the state that it reads fits its context."""
         before, after, cut = int(plan.state_before[row]), int(plan.state_after[row]), int(plan.state_cuts[row])
         stands_at, is_extend, saved = int(plan.state_starts[row]), row < plan.num_extend, self._saved.setdefault(slot, [])
         state = int(self.states[before]) if before >= 0 else 0
@@ -386,7 +386,7 @@ class FakeExecutor:
 
     @property
     def num_moving(self) -> int:
-        """Number of operations that have not ended."""
+        """Number of page operations that have not ended."""
         return len(self._moving) + len(self._landing) + len(self._loaded)
 
     def kv_after_loads(self) -> I32:
@@ -471,7 +471,7 @@ class FakeExecutor:
             self._units_of(operation.group)[unit] = parts[0][2:] if is_whole else TORN
 
     def _rows(self, operation: PageOperation) -> list[I32]:
-        """Returns the pages of an operation, or the parts of its units."""
+        """Returns the contents of an operation's pages, or of the parts of its units."""
         if not operation.group:
             return list(self.kv[operation.pages].copy())
         return self.parts(operation.group, operation.pages, operation.num_parts)

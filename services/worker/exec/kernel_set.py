@@ -74,7 +74,7 @@ def copies(name: str, device: torch.device) -> CpuCopies | None:
 
 
 def bring_pieces(name: str, device: torch.device) -> BringPieces | None:
-    """Returns the kernel that copies pages from host memory to a GPU's pools, layer by layer.
+    """Returns the kernel that copies pages from host memory to a GPU's pools, one group of layers per launch.
 
     Returns:
         None if the device is not a GPU, or if the kernels are not Triton's.

@@ -252,7 +252,7 @@ def read_pooling(folder: Path, default: PoolingConfig) -> PoolingConfig:
 
 
 def _module(folder: Path, entry: Any) -> tuple[str, Path]:
-    """Returns the class name and the folder of a module. Raises CheckpointError."""
+    """Returns the class name and the folder of a module that modules.json lists. Raises CheckpointError."""
     kind, path = (entry.get("type"), entry.get("path", "")) if isinstance(entry, dict) else (None, "")
     if not isinstance(kind, str) or not isinstance(path, str) or path == ".." or Path(path).name != path:
         raise CheckpointError(f"{folder / MODULES} has an entry without a type, or with a path outside of the model's folder")
@@ -260,7 +260,7 @@ def _module(folder: Path, entry: Any) -> tuple[str, Path]:
 
 
 def _kind(config: dict[str, Any]) -> PoolingKind:
-    """Returns the pooling of a Pooling module. Raises UnsupportedModel if it is unknown, or if the module has several."""
+    """Returns the pooling that the config of a Pooling module names. Raises UnsupportedModel for an unknown or second pooling."""
     named = config.get("pooling_mode", [mode for switch, mode in LEGACY.items() if config.get(switch)] or "mean")
     modes = [named] if isinstance(named, str) else list(named)
     if len(modes) != 1 or modes[0] not in KINDS:

@@ -34,7 +34,7 @@ class MemoryParts:
     """Implements Releasable for a runner. No step may run from release() to the end of resume()."""
 
     runner: DeviceRunner
-    load_model: Callable[[], CausalModel]  # loads what the checkpoint's folder has now, and the draft model
+    load_model: Callable[[], CausalModel]  # loads the model that is in the folder now, and the draft model
     allocate_pool: Callable[[], KVPool]  # allocates pools of the same size as at the start, also that of the draft model
     capture: Callable[[], None]  # captures the graphs
     drop: Callable[[ReleaseMemory], None]  # releases the drafter's weights or pool; load_model and allocate_pool restore them
@@ -57,7 +57,7 @@ class MemoryParts:
         refusal = ""
         try:
             self._resume(parts)
-        except Exception as error:  # of any type: loaders raise many types, and capturing may run out of memory
+        except Exception as error:  # an error of any type: loaders raise many types, and capturing may run out of memory
             refusal = f"cannot resume: {error}"
         if refusal:  # outside of the handler: there, the error's traceback would keep new tensors alive
             self.release(ReleaseMemory(kv=parts.kv, weights=parts.weights))

@@ -1,4 +1,4 @@
-"""The pools of an executor: which layers have pages, windows and states, how many of each, and their memory."""
+"""Decides which layers of a model have pages, windows and states, computes the sizes of their pools, and allocates the pools."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelPools:
         self._kernels, self._options, self._arrivals = kernels, options, arrivals
         self.has_states = any(isinstance(layer, LayerState) for layer in layers)
         windows = [layer.window for layer in layers if isinstance(layer, LayerKV)]
-        # Below the device, units take the space of whole pages, and pages have bytes only if they have the KV of some layer.
+        # In tiers below the device, units take the space of whole pages. Pages have bytes only if they have the KV of some layer.
         moves = options.tiers is not None or options.peers is not None
         # Largest window in tokens of the layers whose KV is in window units; 0 if there is no such layer. If pages would
         # otherwise have no bytes for tiers or KV transfers, windowed layers have their KV in pages.
@@ -104,7 +104,7 @@ class ModelPools:
         return PoolSizes(1, int(self.window > 0), int(self.has_states))
 
     def host_sizes(self, mem_fraction_static: float) -> PoolSizes:
-        """Returns the sizes of pools in the share mem_fraction_static of the host's free memory. Raises PoolTooSmall."""
+        """Returns the sizes of pools that take at most mem_fraction_static of the host's free memory. Raises PoolTooSmall."""
         sizes = self.caches.split(host_budget(mem_fraction_static))
         if sizes.pages < 1:
             size, num_bytes = self._page_size, self.caches.page_bytes

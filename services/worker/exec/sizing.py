@@ -79,7 +79,7 @@ class DeviceMemoryUse:
 
 
 def pool_bytes(use: DeviceMemoryUse, mem_fraction_static: float, reserve: int = RESERVE) -> int:
-    """Returns the number of bytes for the pools, 0 or more.
+    """Returns the bytes of a GPU's memory that are left for the pools, 0 or more.
 
     Args:
         mem_fraction_static: share of the device's memory for the worker's parts, the pools and used_elsewhere together.

@@ -25,7 +25,7 @@ from rootstock_llm.services.worker.exec.step.model_runner import DeviceRunner, S
 from rootstock_llm.services.worker.exec.step.passes import NOTHING
 from rootstock_llm.services.worker.exec.streams.copies import Readback
 
-# Tokens of the prompts on a GPU, in addition to the longest possible prompt. Libraries choose kernels by the number of tokens.
+# Tokens of the prompts on a GPU, in addition to a prompt that fills a pass. Libraries choose kernels by the number of tokens.
 PROMPTS = (1, 20, 100, 1000)
 DECODES = (1, 40)  # rows of decode steps without a graph
 VERIFIED, DRAFTED = (1, 3), 2  # decode rows with draft tokens in a step, and draft tokens per row
@@ -45,7 +45,7 @@ VECTOR = SamplingParams(max_new_tokens=1, embedding=EmbeddingParams())
 
 
 def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = PROMPTS, max_drafts: int = 0) -> None:
-    """Launches the steps on the forward stream.
+    """Launches a step of every kind on the forward stream.
 
     Afterwards, the page table is empty, the pool's first pages are undefined, and slot 0 needs an admission.
 

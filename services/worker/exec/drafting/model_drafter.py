@@ -34,7 +34,7 @@ class _DrafterSlot:
 
     text: list[int]  # tokens from position 0
     covered: int = 0  # number of tokens whose KV the target has computed; their pages exist
-    valid: int = -1  # number of computed entries; -1 until the first step of the request is computed
+    valid: int = -1  # entries before this position count as computed; -1 until the first step of the request is computed
     pending: list[HiddenStates] = field(default_factory=list)  # hidden states of the target for the positions from `valid` on
     ahead: int = 0  # number of entries after `valid` that were computed from draft tokens
 

@@ -17,7 +17,7 @@ from rootstock_llm.services.worker.exec.contracts.drafter import Computed
 from rootstock_llm.services.worker.exec.drafting.ngram_index import LONGEST, SHORTEST, NgramIndex
 from rootstock_llm.services.worker.exec.drafting.prediction import Prediction
 
-MOST_TOKENS = 4096  # number of last tokens of a text that are searched; a text of more than twice this length is cut
+MOST_TOKENS = 4096  # a text of more than twice this number of tokens is cut to its last MOST_TOKENS tokens
 MOST_INDEXES = 16  # largest number of texts with an index; an index takes up to 5 MB
 SHORTEST_OF_CORPUS = 3  # smallest number of matching tokens in the corpus; a large text has shorter matches by chance
 

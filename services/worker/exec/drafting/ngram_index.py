@@ -38,8 +38,8 @@ class NgramIndex:
         """Finds the occurrences of the longest suffix of `tail` that is in the text and has at most LONGEST tokens.
 
         Returns:
-            The length of the suffix, and the positions after its occurrences. (0, no positions) if fewer than SHORTEST tokens
-            occur.
+            The length of the suffix, and the positions after its occurrences. (0, no positions) if the suffix has fewer than
+            SHORTEST tokens.
         """
         begin, end, found = 0, len(self._positions), 0
         for size in range(SHORTEST, min(len(tail), LONGEST) + 1):

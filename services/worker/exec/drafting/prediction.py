@@ -19,7 +19,7 @@ class Prediction:
     """
 
     def __init__(self, tokens: I32, output_at: int) -> None:
-        """Begins at the first predicted token.
+        """Assumes that the output begins with the first predicted token.
 
         Args:
             tokens: int32[n], the prediction.
@@ -55,7 +55,7 @@ class Prediction:
             self._next, self._num_output = max(0, self._next - (before - now)), now
 
     def next_tokens(self, most: int) -> list[int]:
-        """Returns up to `most` next tokens of the prediction. Empty at its end.
+        """Returns up to `most` next tokens of the prediction. Empty at the end of the prediction.
 
         Also empty after the output has differed from the prediction, until follow_from() is called.
         """

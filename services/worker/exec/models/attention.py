@@ -78,7 +78,7 @@ class Attention:
     sizes: AttentionSizes
     qkv: Linear
     o: Linear
-    gate: Linear | None  # to H D features, whose sigmoid multiplies the attention result; None without a gate
+    gate: Linear | None  # projection to H D features, whose sigmoid multiplies the attention result; None without a gate
     qk_norms: tuple[Tensor, Tensor] | None  # weights float32[D] of the RMS norms of queries and of keys, or None without norms
     rule: ScoreRule
     rope: int  # index of the layer's table in ForwardContext.cos_sin
@@ -95,7 +95,7 @@ class Attention:
             in_features: size of the input.
             hidden_size: size of the output.
             window: see ScoreRule.
-            rope: see Attention.
+            rope: index of the layer's table, see Attention.rope.
         """
         dim, q_size, kv_size = sizes.head_dim, sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         # With a gate, the rows of q_proj are, for each head, D rows of the query and D rows of the gate.
@@ -129,7 +129,7 @@ class Attention:
         return LayerKV(self.sizes.num_kv_heads, self.sizes.head_dim, self.sizes.head_dim, self.rule.window)
 
     def reserve(self, take: Take) -> None:
-        """Takes the buffers of forward()."""
+        """Takes all buffers that forward() uses, so that they are allocated before the first step."""
         self.buffers(take)
         if self.gate is not None:
             take("gate", self.gate.packed.out_features)

@@ -108,7 +108,7 @@ class Decoder:
         return self._space.take(IDS, num_tokens, layers * chosen, torch.int32).view(layers, num_tokens, chosen)
 
     def states(self, wanted: Tensor) -> Tensor:
-        """Returns the final norm of the wanted tokens. See TokenModel."""
+        """Returns the final norm of the hidden states of the wanted tokens. See TokenModel."""
         if self._last is None:
             raise RuntimeError("states() was called before the first forward()")
         assert wanted.dim() == 1, "wanted has one dimension: indices of tokens"

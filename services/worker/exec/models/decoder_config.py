@@ -29,7 +29,7 @@ class DecoderConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of the MLPs without experts; 0 if all layers have experts
+    intermediate_size: int  # size of the MLPs without experts; 0 if the config has none, because all layers have experts
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -87,7 +87,7 @@ class DecoderConfig:
         return tuple(rope_table(rope, self.head_dim, num_positions, self.rotary_dim) for rope in ropes)
 
     def within(self, context_len: int) -> DecoderConfig:
-        """Returns the config for a context in tokens. A window that is not shorter than the context has no effect."""
+        """Returns the config for a context in tokens, without the windows that are not shorter than the context."""
         return replace(self, windows=tuple(window if window < context_len else 0 for window in self.windows))
 
     def of_one_layer(self) -> DecoderConfig:

@@ -272,7 +272,7 @@ def _eagle3_config(folder: Path, given: Any, target: DecoderConfig) -> DecoderCo
 
 
 def _eagle3_aux_layers(given: Any, num_layers: int) -> tuple[int, ...]:
-    """Returns the aux layers. Raises UnsupportedModel if the target does not have these layers.
+    """Returns the layers of the target whose inputs the head reads. Raises UnsupportedModel if the target lacks one of them.
 
     The config lists the layers whose outputs the head reads. The output of layer i is the input of layer i + 1. The default is an
     early, the middle and a late layer.
@@ -299,7 +299,7 @@ def load_mtp(
 ) -> DraftHead:
     """Loads the MTP layer of the target's checkpoint. Its weights get the form of the target's weights.
 
-    Raises CheckpointError if the folder has no such layer.
+    Raises CheckpointError if the folder has no such layer, or if the target has no vocabulary projection.
     """
     model = target.model
     config = model.config.of_one_layer()

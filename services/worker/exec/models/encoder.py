@@ -146,7 +146,7 @@ def _check(model: EncoderModel, config: Any, max_tokens: int, dtype: torch.dtype
         try:
             alone, together = model.of_texts([short])[0], model.of_texts([long[: 2 * SHORT], short])[1]
             model.of_texts([long])
-        except Exception as error:  # of any type, because it comes from modeling code
+        except Exception as error:  # an error of any type, because it comes from modeling code
             raise UnsupportedModel(f"{name} cannot compute texts of {longest} tokens: {error!r}") from error
     off = (together - alone).float().norm() / alone.float().norm().clamp(min=1e-6)
     tolerance = TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE
@@ -157,7 +157,7 @@ def _check(model: EncoderModel, config: Any, max_tokens: int, dtype: torch.dtype
 
 
 def _max_tokens(model: nn.Module, config: Any) -> int:
-    """Returns the tokens of the longest text.
+    """Returns the number of tokens of the longest text that the model can compute.
 
     In RoBERTa models, the first padding_idx + 1 positions of the table are not usable.
     """

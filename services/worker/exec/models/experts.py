@@ -52,8 +52,8 @@ MIXTRAL = ExpertNames("block_sparse_moe", ("w1", "w3", "w2"))
 class ExpertSizes:
     """Sizes and switches of the experts of a model."""
 
-    count: int
-    intermediate_size: int
+    count: int  # number of experts of a layer
+    intermediate_size: int  # intermediate size of one expert
     routing: Routing
     activation: Activation = SWIGLU
     names: ExpertNames = SEPARATE
@@ -144,7 +144,7 @@ class Experts:
         )
 
     def reserve(self, take: Take) -> None:
-        """Takes the buffers of forward()."""
+        """Takes all buffers that forward() uses, so that they are allocated before the first step."""
         self._buffers(take)
         take(IDS, self.num_layers * self.routing.top_k, torch.int32)
         if self.shared is not None:

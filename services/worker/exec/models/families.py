@@ -252,7 +252,7 @@ MODELS: tuple[type[DecoderModel], ...] = (
 
 
 def expert_sizes(count: int, intermediate_size: int, routing: Routing) -> ExpertSizes:
-    """Returns the sizes of experts. Raises UnsupportedModel if a token cannot choose its experts."""
+    """Returns the sizes of experts. Raises UnsupportedModel if num_experts_per_tok or the intermediate size is out of range."""
     if not routing.fits(count):
         raise UnsupportedModel(f"num_experts_per_tok is {routing.top_k}; a token chooses from 1 to {count} experts")
     if intermediate_size < 1:

@@ -44,12 +44,12 @@ class DeltaNetSizes:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """The weights of one layer."""
+    """The weights of one Gated DeltaNet layer."""
 
     sizes: DeltaNetSizes
-    qkv: Linear  # to C features
-    z: Linear  # to J E features
-    gates: Linear  # to 2 J features: b, then a
+    qkv: Linear  # projection to C features
+    z: Linear  # projection to J E features
+    gates: Linear  # projection to 2 J features: b, then a
     taps: Tensor  # [C, K], weight of the convolution
     decay: DeltaGates
     norm: Tensor  # float32[E], weight of the norm of a value head
@@ -81,7 +81,7 @@ class GatedDeltaNet:
         return LayerState(sizes.taps, sizes.channels, sizes.value_heads, sizes.key_dim, sizes.value_dim)
 
     def reserve(self, take: Take) -> None:
-        """Takes the buffers of forward()."""
+        """Takes all buffers that forward() uses, so that they are allocated before the first step."""
         self._buffers(take)
 
     def _buffers(self, take: Take) -> tuple[Tensor, Tensor, Tensor, Tensor]:

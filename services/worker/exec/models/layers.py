@@ -5,7 +5,7 @@ A layer has its weights in the layout of its kernels, and these methods:
 - `read()` makes the layer from the tensors of a WeightReader.
 - `forward()` writes the result into its first argument.
 - `tensors()` yields the weights that stay in memory.
-- `buffers()` returns the activation buffers that forward() uses, if there are any.
+- `reserve()` takes the activation buffers that forward() uses, if there are any.
 - `cache` is the size of a token's KV or of a state, if the layer has one.
 
 Shapes: T tokens of the pass, hidden size N, H query heads, G key/value heads, head size D, vocabulary V.
@@ -54,7 +54,7 @@ class Workspace:
         """Returns the buffer of this name as [rows, columns], with undefined content. Valid until the next take() of the name.
 
         Raises:
-            ValueError: the workspace is fixed and has no buffer of this name and size.
+            ValueError: the workspace is fixed, and has no buffer of this name that is large enough.
         """
         assert rows >= 0 and columns > 0, "a buffer has columns"
         buffer = self._buffers.get(name)
@@ -158,7 +158,7 @@ class RmsNorm:
 
     @classmethod
     def read(cls, weights: WeightReader, size: int, eps: float, centered: bool = False) -> RmsNorm:
-        """Reads the weight.
+        """Reads the weight of the norm.
 
         Args:
             centered: whether the checkpoint has the weight minus 1. The sum with 1 is computed in float32, as Gemma does it.
@@ -188,7 +188,7 @@ class Embedding:
 
     @classmethod
     def read(cls, weights: WeightReader, vocab_size: int, hidden_size: int, scale: float = 1.0, tied: bool = False) -> Embedding:
-        """Reads the vectors.
+        """Reads the vectors of all tokens of the vocabulary.
 
         Args:
             tied: whether the vectors are also the weight of the vocabulary projection. Kernels then pack them for both uses, so
@@ -243,7 +243,7 @@ class GatedMlp:
         return cls(gate_up, Linear.read(weights, [("down_proj", hidden_size)], intermediate_size, bias), kernels, gelu)
 
     def reserve(self, take: Take) -> None:
-        """Takes the buffers of forward()."""
+        """Takes all buffers that forward() uses, so that they are allocated before the first step."""
         take("activated", self.down.packed.in_features)
         if self.gelu:
             take("gate_up", self.gate_up.out_features)

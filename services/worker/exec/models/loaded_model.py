@@ -34,7 +34,7 @@ class ExpertReads:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device, and facts about it."""
+    """A loaded model on its device, with its sizes and properties."""
 
     model: CausalModel
     config: Any  # transformers PreTrainedConfig

@@ -34,7 +34,7 @@ class NotCovered(UnsupportedModel):
 
 
 def config_of(given: Any) -> DecoderConfig:
-    """Converts a config for the model class of its architecture.
+    """Converts a transformers config to the DecoderConfig of its architecture's model class.
 
     Args:
         given: a transformers PreTrainedConfig.

@@ -131,14 +131,18 @@ def refuse_by_config(config: Any, requested_context: int | None) -> None:
 
 
 def refuse_layer_types(config: Any, name: str) -> None:
-    """Raises UnsupportedModel if a layer has a type that may cache anything except keys and values of single tokens."""
+    """Checks that the layers, by their types, cache only keys and values of single tokens. Raises UnsupportedModel if not."""
     unknown = served_config.unknown_layers((getattr(config, each, None) for each in TYPE_LISTS), LAYER_TYPES)
     if unknown:
         raise UnsupportedModel(served_config.unserved_layers(name, unknown))
 
 
 def refuse_sizes(config: Any, context_len: int, name: str) -> None:
-    """Raises UnsupportedModel if a block, compression rate or window is shorter than the context and longer than LONGEST."""
+    """Checks that no block, compression rate or window has more than LONGEST and fewer than context_len tokens.
+
+    Raises:
+        UnsupportedModel: a length is in this range.
+    """
     for key, size in named_sizes(config):
         if LONGEST < size < context_len:
             raise UnsupportedModel(
@@ -227,7 +231,7 @@ def _probed(model: Any, holder: StepHolder, ids: Tensor, context_len: int) -> Pr
         model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False)
     except UnsupportedModel:
         raise
-    except Exception as error:  # of any type, because it comes from modeling code
+    except Exception as error:  # an error of any type, because it comes from modeling code
         raise UnsupportedModel(f"{type(model).__name__} cannot run with a replaced attention: {error!r}") from error
     if not probe.layers:
         raise UnsupportedModel(f"{type(model).__name__} has no attention layers that can be replaced")
@@ -437,7 +441,7 @@ def _checked(paged: TransformersModel, subject: Subject, expected: tuple[Tensor,
         check(paged, subject, expected, trial)
     except UnsupportedModel:
         raise
-    except Exception as error:  # of any type, because it comes from modeling code
+    except Exception as error:  # an error of any type, because it comes from modeling code
         raise UnsupportedModel(f"this model cannot run with paged attention: {error!r}") from error
 
 
@@ -499,7 +503,7 @@ def _compare(ours: Tensor, own: Tensor, agreeing: float) -> None:
 
 
 def _require(error: Tensor, tolerance: float) -> None:
-    """Raises UnsupportedModel if the relative error is above the tolerance or is not a number."""
+    """Checks that a relative error is a number of at most `tolerance`. Raises UnsupportedModel if not."""
     if not error <= tolerance:
         raise UnsupportedModel(
             f"paged attention computes other results than the model's own attention (relative error {error:.2g})"

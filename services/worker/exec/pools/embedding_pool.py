@@ -46,7 +46,7 @@ def finite_vectors(vectors: Mapping[int, Tensor]) -> tuple[dict[int, NDArray[np.
 
 @dataclass(slots=True)
 class _Pooled:
-    """The sum of the hidden states of one slot's prompt so far."""
+    """The sum of the hidden states of the tokens of one slot's prompt that were pooled so far."""
 
     params: EmbeddingParams
     total: Tensor | None = None  # float32[hidden], sum of the states of pooled tokens; None before the first token

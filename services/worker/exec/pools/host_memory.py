@@ -22,7 +22,7 @@ def _reclaimable(stat: Path, key: str) -> int:
 
 
 def _cgroup_free(root: Path, group: str, limit: str, usage: str, cache_key: str) -> list[int]:
-    """Returns the free bytes below each limit: that of the group, and those of its parents. Empty if none of them has a limit."""
+    """Returns the free bytes below the memory limits of a cgroup and of its parents, one number per limit that is set."""
     free, folder = [], root / group.strip("/")
     for path in (folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)):
         cap, used = _read_int(path / limit), _read_int(path / usage)

@@ -40,7 +40,7 @@ class LayerKV:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of a token's keys and values."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -94,7 +94,7 @@ class KVPool:
         return self.kinds[index] if self.kinds else None
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Returns a layer's keys and values for the next launch on the current stream, which first waits for loads of the layer.
+        """Returns a layer's keys and values for the next launch. The current stream waits for loads of the layer first.
 
         For a recurrent layer, returns the two parts of its states, and then the two parts of the saved inputs if there are any.
         """
@@ -212,14 +212,14 @@ class LayerGroups:
 class _RunningLoad:
     """A load that may not be complete yet."""
 
-    pages: I32  # pages of the pools
+    pages: I32  # ids of the loaded pages
     groups: LayerGroups
     arrival: Arrival
     next: int = 0  # first group for which the forward stream has not waited; `count` if the stream has waited for all groups
 
     @property
     def count(self) -> int:
-        """Number of groups."""
+        """Number of groups of layers."""
         return len(self.groups.layers)
 
     def wait(self, group: int) -> None:
@@ -277,7 +277,7 @@ class Arrivals:
 class LayerLoads:
     """Loads pages into the pools, group by group of layers, on the calling thread.
 
-    For a GPU, the copies of all groups are launched at once. On a CPU, the thread copies one group after another.
+    For a GPU, the thread launches the copies of all groups, and then waits for them. On a CPU, it copies one group after another.
     """
 
     def __init__(self, streams: Streams, arrivals: Arrivals) -> None:
@@ -317,7 +317,7 @@ class LayerLoads:
                     reported = True
                     report()
                 self._wait_for(arrival, group, copy_group)
-        except Exception as error:  # of any type, such as errors of a driver
+        except Exception as error:  # an error of any type, such as errors of a driver
             if not reported:
                 raise
             arrival.failed(error)

@@ -17,7 +17,7 @@ MAX_PENALTY = 1e30  # larger than any logit; finite, so that a row always has a 
 
 
 def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
-    """Returns for each index j the length of the longest common suffix of tokens[:j] and tokens, int32[n].
+    """Returns int32[n]: for each index j, the length of the longest common suffix of tokens[:j] and tokens.
 
     No suffix contains a breaker. The lengths are the Z function (Gusfield 1997) of the reversed sequence, computed in O(n).
     """

@@ -20,7 +20,7 @@ I64 = NDArray[np.int64]
 Logits = Callable[[Tensor], Tensor]  # takes indices of tokens in the pass, int64[n]; returns their raw logits, float32[n, V]
 PIECE_BYTES = 64 << 20  # largest size of the float32 logits of prompt tokens in memory at a time
 COLUMNS = ("own", "top_ids", "top", "mass")  # fields of Measured that are copied to the host
-TOPS = (0, 5, MAX_TOP_LOGPROBS)  # numbers of top tokens for which kernels are compiled; other numbers are rounded up
+TOPS = (0, 5, MAX_TOP_LOGPROBS)  # numbers of top tokens for which kernels are compiled; smaller numbers are rounded up
 
 
 class LogprobRequests:

@@ -103,7 +103,7 @@ class DeviceSampler:
         return self._ring
 
     def admission(self, admitted: Sequence[SlotParams]) -> Admission:
-        """Returns the columns for admit().
+        """Returns the sampling parameters of new slots as columns of an upload, which admit() reads.
 
         A slot whose parameters cannot be applied is left out, and its rows get RowFault.FAILED.
         """
@@ -112,13 +112,13 @@ class DeviceSampler:
         applied = [slot for slot in admitted if self._try_apply(slot, self._admit_on_host)]
         try:
             return self._slots.admission(applied)
-        except Exception:  # of any type; each slot is tried separately to find the slot that causes it
+        except Exception:  # an error of any type; each slot is tried separately to find the slot that causes it
             return self._slots.admission([slot for slot in applied if self._try_apply(slot, self._try_alone)])
 
     def _try_apply(self, slot: SlotParams, apply: Callable[[SlotParams], None]) -> bool:
         try:
             apply(slot)
-        except Exception:  # of any type; the parameters of one slot must not fail other slots
+        except Exception:  # an error of any type; the parameters of one slot must not fail other slots
             logger.exception("could not apply the sampling parameters of slot %d", slot.slot)
             self._broken.add(slot.slot)
             return False
@@ -332,10 +332,10 @@ class DeviceSampler:
         return self._ring.send(sections) if sections else {}
 
     def _loss(self, slot: int) -> Loss:
-        """Returns the losses of a slot; none for padding (below 0). If they cannot be computed, the slot's rows get a fault."""
+        """Returns the losses of a slot, none for a padding slot. If they cannot be computed, the slot's rows get a fault."""
         try:
             return self._past.losses_of(slot)
-        except Exception:  # of any type, as in _try_apply()
+        except Exception:  # an error of any type, as in _try_apply()
             logger.exception("could not compute the DRY penalties of slot %d", slot)
             self._broken.add(slot)
             return NO_LOSS
@@ -355,7 +355,7 @@ class DeviceSampler:
     def _losses_after(self, slot: int, draft_tokens: Sequence[int]) -> list[Loss]:
         try:
             return self._past.losses_after(slot, draft_tokens)
-        except Exception:  # of any type, as in _try_apply()
+        except Exception:  # an error of any type, as in _try_apply()
             logger.exception("could not compute the DRY penalties of slot %d after its draft tokens", slot)
             self._broken.add(slot)
             return [NO_LOSS] * len(draft_tokens)

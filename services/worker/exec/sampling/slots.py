@@ -52,7 +52,7 @@ class DeviceSlots:
         self.table = allocate_slot_table(max_slots, vocab_size, device)
 
     def admission(self, admitted: Sequence[SlotParams]) -> Admission:
-        """Returns the parameters of the slots for an upload. Raises TooManyEdits."""
+        """Returns the sampling parameters of new slots for an upload. Raises TooManyEdits."""
         admission = Admission.of(admitted, self._vocab_size)
         for column, limit, noun in (
             (SlotColumn.NUM_BIASES, MAX_BIASES, "logit biases"),
@@ -108,7 +108,7 @@ def allocate_slot_table(max_slots: int, vocab_size: int, device: torch.device) -
 
 
 def merged_changes(changes: Mapping[tuple[int, int], int]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Returns the changes by (slot, token) as parallel columns of slots, tokens and changes, without changes of 0."""
+    """Returns changes of token counts, by (slot, token), as columns of slots, tokens and changes. Changes of 0 are omitted."""
     entries = [(slot, token, change) for (slot, token), change in changes.items() if change]
     columns = np.array(entries, dtype=np.int32).reshape(-1, 3)
     assert (columns[:, 2] != 0).all(), "changes of 0 are left out"
@@ -172,7 +172,7 @@ class Admission:
 
 
 def edited_until(slot: SlotParams) -> int:
-    """Returns the position from which on the slot's parameters no longer change logits.
+    """Returns the first position whose logits the slot's parameters no longer change.
 
     Losses of DRY are ignored here, because each step uploads them separately (SampleRows.losses).
 
@@ -223,7 +223,7 @@ def _fill(row: I32, slot: SlotParams, num_biases: int, num_stops: int) -> None:
 
 
 def _addresses(admitted: Sequence[SlotParams], lists: Sequence[NDArray[np.integer]]) -> tuple[I32, I32]:
-    """Returns for each entry of the slots' lists its slot, and its index in the list."""
+    """Returns, for each entry of all slots' lists (such as biases), its slot and its index in the list, int32[entries] each."""
     sizes = [len(entries) for entries in lists]
     assert len(lists) == len(admitted), "each slot has a list, which may be empty"
     slots = np.repeat(_i32([slot.slot for slot in admitted]), sizes).astype(np.int32)

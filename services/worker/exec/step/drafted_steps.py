@@ -318,7 +318,7 @@ class DraftedSteps:
         return SampleOrder(np.array(order, dtype=np.int64), tuple(sizes), np.array(known, dtype=np.int32))
 
     def _record_sampled(self, step: _DraftedStep) -> None:
-        """Copies the hidden states, which the next pass overwrites, and records what does not depend on the sampled tokens.
+        """Copies the hidden states, which the next pass overwrites, and records the positions that the step has computed.
 
         Extend rows are reported to the drafter. If the step verifies no draft tokens, the lengths of decode rows grow by one.
         """

@@ -31,7 +31,7 @@ class StepBounds:
     """The limits of all steps."""
 
     max_tokens: int  # largest number of tokens of one step
-    max_slots: int  # largest number of sampled rows of one step
+    max_slots: int  # largest number of sampled rows of one step without draft tokens
     context_len: int  # largest number of tokens of one row
     generates: bool  # whether the model has a vocabulary projection
 

@@ -1,7 +1,11 @@
 """Launches the steps of a model: updates of page table and slots, the forward pass, then sampling.
 
-One thread launches all work, and the forward stream runs it in launch order. The host waits only in result(), and if a step does
-not fit into the device's memory.
+One thread launches all work, and the forward stream runs it in launch order. The host waits for the device in these cases:
+
+- in result()
+- in sample(), if penalties or DRY need tokens that are not on the host yet
+- if all upload buffers are in use
+- if a step does not fit into the device's memory
 """
 
 from __future__ import annotations
@@ -142,7 +146,7 @@ class DeviceRunner:
         self._kernels, self._embeddings, self._relay, self._unwritten = kernels, embeddings, relay, unwritten
         self._reclaim = reclaim
         self._arrivals = arrivals
-        self._prompt_only = np.zeros(relay.shape[0], dtype=np.bool_)  # whether the slot's request ends with its prompt, unsampled
+        self._prompt_only = np.zeros(relay.shape[0], dtype=np.bool_)  # whether the slot's request samples no token
         self._max_tokens = max_tokens
         self._max_wanted = max_wanted
         self._cut_rows = cut_rows
@@ -164,7 +168,7 @@ class DeviceRunner:
             columns, ids = self._columns(plan, graph, samples, run.known, run.replays)
             sections = self._sections(plan, columns, ids)
             views = self._ring.send(sections if run.known is None or graph is not None else [*sections, ("known", run.known)])
-        except BaseException:  # of any type, such as no memory for a larger buffer; later plans may use the step's pages
+        except BaseException:  # an error of any type, such as no memory for a larger buffer; later plans may use the step's pages
             self.map_pages(plan)
             raise
         self.streams.forward_after_schedule()
@@ -227,7 +231,7 @@ class DeviceRunner:
         return tuple(torch.cat([each[index : index + 1] for index in indices]) for each in of_pass)
 
     def settle(self) -> None:
-        """Makes the forward stream wait for all pages that steps wait for."""
+        """Makes the forward stream wait for all loads with pages in the tables of the launched step."""
         with self.streams.on_forward():
             self._arrivals.wait_all()
 

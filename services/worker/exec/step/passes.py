@@ -188,7 +188,7 @@ def halves(piece: Piece, cut_rows: bool = True) -> tuple[Piece, Piece] | None:
 
 
 def select(piece: Piece, rows: I64) -> Piece:
-    """Returns a piece with the given rows of a piece. `rows` is ascending."""
+    """Returns a piece with some rows of another piece. `rows` has their indices in it, ascending."""
     plan = piece.plan
     ends = np.cumsum(plan.num_tokens[: plan.num_extend])
     extends = rows[rows < plan.num_extend]

@@ -1,4 +1,4 @@
-"""Where the inputs of the slots' draft tokens are saved, and which of these tokens a step replays.
+"""Records where the inputs of the slots' draft tokens are saved, and finds the tokens that a step replays.
 
 Each slot has two parts of the saved inputs, with max_drafts + 1 tokens each. A row with draft tokens saves into the part that was
 not written last, because the row itself may replay from the other part, and because a grammar may undo the slot's last row.
@@ -31,7 +31,7 @@ class SavedInputs:
         self._newest = np.zeros(max_slots, dtype=np.int64)  # part that was written last
 
     def replays_of(self, plan: BatchPlan, starts: I64) -> Replays | None:
-        """Returns what a step replays and saves, and records it. Returns None if the step does neither.
+        """Returns the tokens that a step replays and saves, and records the saved ones. None if the step does neither.
 
         Args:
             plan: the scheduler's plan, with states.

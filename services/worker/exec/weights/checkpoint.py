@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rootstock_llm.services.shared import served_config
 
-QUANTIZED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes in files; floats with fewer than 16 bits also count as quantized
+QUANTIZED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes of quantized weights in files, besides floats below 16 bits
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtype names in files
 STORED = FLOATS | {  # dtype names in files, of elements and of codes
     "F8_E4M3": torch.float8_e4m3fn,
@@ -157,7 +157,7 @@ class Checkpoint:
         return misnamed
 
     def _check_types(self) -> None:
-        """Raises CheckpointError for quantized tensors, which would be wrong without their scales in separate tensors."""
+        """Checks that no tensor is quantized, because it would be wrong without its scales. Raises CheckpointError if one is."""
         for name, file in self._file_of.items():
             if not (self._folder / file).is_file():
                 continue
@@ -170,7 +170,7 @@ class Checkpoint:
             return str(self._file(file).get_slice(name).get_dtype())
         except CheckpointError:
             raise
-        except Exception as error:  # of a type that differs between versions of safetensors
+        except Exception as error:  # an error of a type that differs between versions of safetensors
             raise CheckpointError(f"{self._folder / file} has no tensor {name}: {error}") from error
 
     def _file(self, file: str) -> Any:
@@ -178,7 +178,7 @@ class Checkpoint:
             path = self._folder / file
             try:
                 self._open[file] = safe_open(str(path), framework="pt", device="cpu")
-            except Exception as error:  # of a type that differs between versions of safetensors
+            except Exception as error:  # an error of a type that differs between versions of safetensors
                 raise CheckpointError(f"cannot open {path}: {error}") from error
         return self._open[file]
 
@@ -256,8 +256,8 @@ def resolve_dtype(name: str, config: Any, checkpoint: Checkpoint) -> torch.dtype
     """Returns the dtype to which weights are converted. Raises CheckpointError if it is not supported.
 
     Args:
-        name: a key of DTYPES, or "auto". "auto" means the config's dtype, or the dtype of the first tensor if the config has
-            none.
+        name: a key of DTYPES, or "auto". "auto" means the config's dtype, or the dtype of the first floating-point tensor if
+            the config has none.
     """
     if name == "auto":
         named = getattr(config, "dtype", None) or checkpoint.first_dtype()

@@ -19,7 +19,7 @@ class LoadPhases:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock  # returns seconds
-        self.weight_bytes_read = 0  # bytes read from files, before their conversion to another dtype
+        self.weight_bytes_read = 0  # bytes that stream_weights() read from files; 0 on a CPU
         self._begun = clock()
         self._seconds: dict[str, float] = {}
 

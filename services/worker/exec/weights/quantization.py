@@ -23,7 +23,7 @@ Part = tuple[str, tuple[int, ...]]  # name of a tensor in the checkpoint, and it
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """The settings quantization and quantize_head."""
+    """The worker's settings quantization and quantize_head."""
 
     weights: str = AUTO  # AUTO: no matrix is quantized at load; INT8, INT4
     head: bool = False  # whether the vocabulary projection gets 8 bits
@@ -34,7 +34,7 @@ FROM_CHECKPOINT = QuantizationOptions()
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One of the checkpoint's tensors of a matrix."""
+    """A tensor of the checkpoint with a part of a matrix: elements, codes, scales, zero points or the order of its inputs."""
 
     name: str
     shape: tuple[int, ...]

@@ -99,7 +99,7 @@ def _span(path: Path, name: str, entry: Any, data: int, size: int) -> TensorSpan
     begin, end = offsets
     if data + end > size:
         raise CheckpointError(f"{path} is cut off: it has {size} bytes, but {name} ends at byte {data + end}")
-    item = ITEM_BYTES.get(dtype)  # None for an unknown dtype, which is never read, so that its size is not checked
+    item = ITEM_BYTES.get(dtype)  # None for an unknown dtype; such tensors are never read, so their sizes are not checked
     if item is not None and math.prod(shape) * item != end - begin:
         raise CheckpointError(
             f"{name} of {path} has {end - begin} bytes, but shape {shape} of {dtype} has {math.prod(shape) * item}"

@@ -177,7 +177,7 @@ def stream_weights(
         _read_all(loads, torch.device(device), options, LoadMeter(total, phases.clock, progress), slab)
         phases.weight_bytes_read += total
         filled = Filled(allocated.tensors, dtype, quantization)
-        del allocated, loads  # their views would keep all unpacked tensors in memory while kernels pack copies
+        del allocated, loads  # views in both would keep all unpacked tensors in memory while kernels pack copies
         return read(WeightReader(filled, kernels))
 
 

@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.exec.weights.quantization import StoredTensor
 GROUP = 32
 # Twice the numbers of E2M1, which makes them integers. matrix() halves the scales.
 SCHEME = Scheme(4, GROUP, table=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
-OFFSET, NOT_A_NUMBER = 127, 255  # of exponents
+OFFSET, NOT_A_NUMBER = 127, 255  # offset of the exponents, and the exponent of a scale that is NaN
 
 
 class Mxfp4:
