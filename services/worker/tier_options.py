@@ -144,7 +144,7 @@ def _secret_of(folder: Path) -> bytes | None:
 
 
 def _make_secret(path: Path) -> None:
-    """Creates the secret atomically unless the file exists, even if several processes do so at once. Raises OSError."""
+    """Creates the secret atomically unless the file exists, even if several processes do so at the same time. Raises OSError."""
     if path.exists():
         return
     made = path.with_name(f"{path.name}.{secrets.token_hex(8)}")

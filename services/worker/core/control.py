@@ -193,7 +193,7 @@ class SchedulerControl:
     def replace_weights(self, revision: str) -> None:
         """Sets the revision of all later steps and forgets the KV of the old weights.
 
-        The conditions are those of reset_memory().
+        The conditions of reset_memory() apply.
         """
         self._scheduler.revision = revision
         self.reset_memory()
@@ -250,7 +250,7 @@ class SchedulerControl:
         return self._scheduler.expert_record.distribution()
 
     def trace(self, request_id: str) -> list[TraceEvent]:
-        """Returns those events of a request that are still in the trace log, oldest first."""
+        """Returns the events of a request that are still in the trace log, oldest first."""
         return self._scheduler.trace.of(request_id)
 
     def trace_since(self, count: int) -> tuple[int, list[TraceEvent]]:

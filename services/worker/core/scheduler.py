@@ -138,7 +138,7 @@ class Scheduler:
     # Messages
 
     def submit(self, message: Submit, now: float) -> None:
-        """Queues a request, or ends it at once with an error.
+        """Queues a request, or refuses it with an error.
 
         Raises:
             ValueError: another request of the gateway stream has the same handle.

@@ -50,8 +50,8 @@ class GatewayStream:
     def __init__(self) -> None:
         self._pending: deque[worker_pb2.StepOutput] = deque()
         self._last_bytes = 0  # size in bytes of the last pending message; 0: not computed yet
-        self._load: worker_pb2.WorkerLoad | None = None  # unsent load
-        self._hello: worker_pb2.WorkerInfo | None = None  # unsent hello
+        self._load: worker_pb2.WorkerLoad | None = None  # load report that is not sent yet
+        self._hello: worker_pb2.WorkerInfo | None = None  # hello message that is not sent yet
         self._ends = False  # whether the stream ends after the queued messages
         self._ready = asyncio.Event()
         self.open: set[int] = set()  # handles of requests without a terminal output
@@ -121,7 +121,7 @@ class StreamOutbox:
         self._loop = loop
         self._streams: dict[int, GatewayStream] = {}
         self._ended = asyncio.Event()  # set when a request or a stream has ended
-        self._drops_outputs = False  # set by end()
+        self._drops_outputs = False  # whether outputs are dropped, because end() was called
         self.closed = ""  # reason for which new requests are refused; empty: new requests are accepted
 
     @property
@@ -211,7 +211,7 @@ class LoadReport:
     """Sends the worker's load to each gateway stream.
 
     A load is sent after a change, but at most every gap_s seconds, and without a change every beat_s seconds. A change of
-    `paused` or `refuses_new` is sent at once. The reports run on the asyncio loop and not on the scheduler's thread, so that
+    `paused` or `refuses_new` is sent immediately. The reports run on the asyncio loop and not on the scheduler's thread, so that
     gateways get the age of a step while it is computed.
     """
 

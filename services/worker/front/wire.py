@@ -56,7 +56,7 @@ class InvalidRequest(ValueError):
 class ModelLimits:
     """The limits and defaults of the served model, against which requests are checked."""
 
-    context_len: int  # tokens
+    context_len: int  # largest number of tokens of prompt and output
     vocab_size: int
     allow_auto_truncate: bool  # whether a prompt that exceeds the context is cut; if False, it is refused
     generates: bool = True  # whether the model generates tokens; False for embedding models

@@ -28,7 +28,7 @@ from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
 from rootstock_llm.services.worker.grammar.match.matcher import TOO_SLOW, ForcedText, MatcherSetup, XgrammarMatcher
 from rootstock_llm.services.worker.text.step_meter import StepMeter
 
-MAX_FAILURES = 1024  # cached refusals
+MAX_FAILURES = 1024  # largest number of cached refusals
 EVERY_S = 15.0  # seconds between two checks for unused grammars
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class CompiledBook:
       before open() returns. Both may only post a message. `busy` means that the compiler is overloaded or has ended; the grammar
       may be valid.
     - on_compiled(seconds, chars) is called after each successful compilation, with the time since the first open() and the length
-      of the source. The pool's threads call it, one at a time; it must return at once.
+      of the source. The pool's threads call it, one at a time; it must not block.
 
     After on_ready(), the grammar stays cached until another grammar is ready, or until it is unused for idle_s. A grammar whose
     matchers overrun their meters twice is refused for failure_s.

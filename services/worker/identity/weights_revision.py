@@ -26,7 +26,7 @@ from rootstock_llm.services.shared.quantization_config import quantization_of
 logger = logging.getLogger(__name__)
 
 VERSION = b"2"  # version of the digest's input format; a new version gives every folder a new revision
-PIECE_BYTES = 64 << 20  # bytes that one task hashes
+PIECE_BYTES = 64 << 20  # largest number of bytes that one task hashes
 BUFFER_BYTES = 1 << 20  # read buffer of a thread; fits into a core's cache
 MOST_THREADS = 4
 CODES_VERSION = 1  # version of the code that reads, computes and packs codes; a new version changes the revisions of such weights
@@ -78,7 +78,7 @@ class WeightsReading:
         self._folder, self._form = folder, form
         self._pool = ThreadPoolExecutor(threads, "revision")
         self._files: list[_File] = []
-        self._pieces: list[list[Future[bytes]]] = []  # by file
+        self._pieces: list[list[Future[bytes]]] = []  # digests of the pieces of each file
         self._error: OSError | None = None
 
     def __enter__(self) -> WeightsReading:

@@ -29,7 +29,7 @@ from rootstock_llm.services.shared.index.prefix_index import (
 )
 from rootstock_llm.services.worker.core.kv.cache_events import CacheEvents
 
-PIPELINE_BLOCKS = 250  # blocks per round trip
+PIPELINE_BLOCKS = 250  # largest number of blocks per round trip
 BELOW = (BlockTier.HOST, BlockTier.STORAGE)  # tiers below the device
 
 

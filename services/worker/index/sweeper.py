@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 30.0  # seconds between two rounds
 LATE_S = 2.5 * LEASE_TTL_S  # seconds for which a lease must be missing before the worker counts as dead
 RANDOM_WORKERS = 8  # random workers per model and round
-BATCH_BLOCKS = 250  # blocks per round trip
+BATCH_BLOCKS = 250  # largest number of blocks per round trip
 BATCH_PAUSE_S = 0.02  # seconds between two batches, which limits the load on Redis
 BELOW = (BlockTier.HOST, BlockTier.STORAGE)
 

@@ -52,7 +52,7 @@ STOPPING = "the worker is stopping"
 
 
 class Outbox(Protocol):
-    """Takes outputs from the loop's thread. send() returns at once."""
+    """Takes outputs from the loop's thread. send() does not block."""
 
     def send(self, outputs: tuple[PeerOutput, ...]) -> None: ...
 
@@ -71,7 +71,7 @@ class MaskSource(Protocol):
 
 
 class Observer(Protocol):
-    """Observes the loop for metrics, the watchdog and load reports. Called on the loop's thread; each call returns at once."""
+    """Observes the loop for metrics, the watchdog and load reports. Called on the loop's thread; no call may block."""
 
     def rests(self) -> None:
         """Called before the loop waits for messages. No step is in flight."""
@@ -105,7 +105,7 @@ class Observer(Protocol):
 
 
 class Spans(Protocol):
-    """Records the times of request events. Called on the loop's thread; each call returns at once."""
+    """Records the times of request events. Called on the loop's thread; no call may block."""
 
     def launched(self, step_id: int, extends: Sequence[Extend], at: float) -> None: ...
 
@@ -227,8 +227,8 @@ class Loop:
     def _pass_reservations(self) -> None:
         """Passes opened and closed KV reservations to the executor.
 
-        Must be called before the next step, which may overwrite the pages of a closed reservation, and before the next outputs,
-        which may announce an opened reservation to a gateway.
+        Must be called before the next step, which may overwrite the pages of a closed reservation. Must also be called before the
+        next outputs, which may announce an opened reservation to a gateway.
         """
         events = self._core.take_reservation_events()
         if events is not None:
@@ -274,7 +274,7 @@ class Loop:
         return messages
 
     def _wait_s(self, idle: bool, stuck: bool) -> float:
-        """Returns the longest time in seconds to wait for messages while no step is in flight. `stuck` is that of _drain()."""
+        """Returns the longest time in seconds to wait for messages while no step is in flight. `stuck`: see _drain()."""
         if idle:
             return 0.0 if self._core.has_cache_events else IDLE_CHECK_S
         slowed = max(self._launch_delay_s(), 0.0)

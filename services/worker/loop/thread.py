@@ -41,7 +41,7 @@ class SchedulerThread:
             logger.critical("the scheduler's loop has not ended in %.1f s", timeout_s)
 
     def exit_if_alive(self) -> None:
-        """Ends the process at once if the loop still runs, because the executor cannot be closed while the loop uses it."""
+        """Ends the process if the loop still runs, because the executor cannot be closed while the loop uses it."""
         if not self.ended:
             logging.shutdown()
             os._exit(EXIT_STATUS)

@@ -172,7 +172,7 @@ class LoopCounts:
         self._plan: BatchPlan | None = None  # plan of the last launched step
         self._ended_step, self._ended_at = -1, 0.0  # step id and time of the last result
         self._waiting_since = 0.0
-        self._samples: deque[tuple[float, StepStats, float]] = deque()  # (time, stats, forward_s of all modes)
+        self._samples: deque[tuple[float, StepStats, float]] = deque()  # (time, stats, sum of forward_s over all modes)
 
     def rests(self) -> None:
         self._waiting_since = self._clock()
@@ -226,12 +226,12 @@ class LoopCounts:
 
     @property
     def used_windows(self) -> int:
-        """Window units that running requests use."""
+        """Number of window units that running requests use."""
         return 0 if self.stats is None else self.stats.window_units_used
 
     @property
     def used_states(self) -> int:
-        """States that running requests use."""
+        """Number of states of recurrent layers that running requests use."""
         return 0 if self.stats is None else self.stats.states_used
 
     def share(self, used: int, field: str) -> float:
@@ -249,34 +249,34 @@ class LoopCounts:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second in the window."""
+        """Output tokens per second in the last RATE_WINDOW_S seconds."""
         seconds, then, now, _ = self._window()
         return (now.generated_tokens_total - then.generated_tokens_total) / seconds if then and now else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Cached share of the prompt tokens that were admitted in the window."""
+        """Cached share of the prompt tokens that were admitted in the last RATE_WINDOW_S seconds."""
         _, then, now, _ = self._window()
         prompt = now.prompt_tokens_total - then.prompt_tokens_total if then and now else 0
         return (now.cached_tokens_total - then.cached_tokens_total) / prompt if then and now and prompt else 0.0
 
     @property
     def accept_length(self) -> float:
-        """Average output tokens of a decode row with draft tokens in the window, including the sampled token; 0: no such row."""
+        """Mean output tokens of a decode row with draft tokens in the last RATE_WINDOW_S seconds; 0 if there was no such row."""
         _, then, now, _ = self._window()
         rows = now.verified_rows_total - then.verified_rows_total if then and now else 0
         return 1 + (now.accepted_tokens_total - then.accepted_tokens_total) / rows if then and now and rows else 0.0
 
     @property
     def accept_rate(self) -> float:
-        """Accepted share of the draft tokens in the window."""
+        """Accepted share of the draft tokens in the last RATE_WINDOW_S seconds."""
         _, then, now, _ = self._window()
         drafted = now.drafted_tokens_total - then.drafted_tokens_total if then and now else 0
         return (now.accepted_tokens_total - then.accepted_tokens_total) / drafted if then and now and drafted else 0.0
 
     @property
     def occupancy(self) -> float:
-        """Percentage of the window in which a step was computed."""
+        """Percentage of the last RATE_WINDOW_S seconds in which a step was computed."""
         seconds, _, _, forward_s = self._window()
         return min(100.0 * forward_s / seconds, 100.0) if seconds else 0.0
 

@@ -56,7 +56,7 @@ def strides(limits: GraphLimits, starts: Sequence[int], left: Sequence[int], num
     Each row computes at least one token. If the graph has too few rows for all known tokens, rows at the beginning of `starts`
     get more tokens than rows at its end.
 
-    The result is None if an eager step that computes all known tokens at once is better. This is the case if
+    The result is None if one eager step that computes all known tokens is better. This is the case if
 
     - `num_rows` is larger than the largest graph;
     - computing all known tokens in a graph would reread more than `limits.rereads` KV tokens; or

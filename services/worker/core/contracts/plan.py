@@ -139,7 +139,7 @@ class BatchPlan:
     step_id: int
     mode: ForwardMode
     num_extend: int
-    slots: I32  # [rows]
+    slots: I32  # [rows], slot of each row
     # [rows], first position of each row. If the uncommitted previous step has draft tokens, the position assumes that all of them
     # are accepted.
     starts: I32
@@ -158,7 +158,7 @@ class BatchPlan:
     table_slots: I32  # [updates]
     table_firsts: I32  # [updates]
     table_counts: I32  # [updates]
-    table_pages: I32  # flat
+    table_pages: I32  # flat, the page ids of all updates, in their order
     # [rows], largest number of draft tokens of a row; empty if the executor has no drafter. A decode row computes 1 + drafts
     # positions. Only the executor knows the first position, because it depends on the tokens that the previous step accepts.
     drafts: I32 = field(default_factory=no_tokens)
@@ -167,7 +167,7 @@ class BatchPlan:
     window_slots: I32 = field(default_factory=no_tokens)  # [updates]
     window_firsts: I32 = field(default_factory=no_tokens)  # [updates]
     window_counts: I32 = field(default_factory=no_tokens)  # [updates]
-    window_units: I32 = field(default_factory=no_tokens)  # flat
+    window_units: I32 = field(default_factory=no_tokens)  # flat, the units of all updates, in their order
     # State units of the recurrent layers, [rows] each; empty without such layers. No unit that a row reads is also written.
     state_before: I32 = field(default_factory=no_tokens)  # state at the position state_starts; -1: the row begins the sequence
     # Gets the state after the row's last token. If the row has draft tokens (`drafts`), it gets the state before the row's first
@@ -220,10 +220,10 @@ class PromptLogprobs:
     gives no logprobs.
     """
 
-    values: NDArray[np.float32]  # [n]
-    top_ids: I32  # [n, k]
-    top: NDArray[np.float32]  # [n, k], in descending order
-    chosen: NDArray[np.float32]  # [n, m]
+    values: NDArray[np.float32]  # [n], log probability of each prompt token
+    top_ids: I32  # [n, k], most likely tokens instead of each prompt token
+    top: NDArray[np.float32]  # [n, k], log probabilities of top_ids, in descending order
+    chosen: NDArray[np.float32]  # [n, m], log probabilities of params.logprob_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class StepResult:
     # has counts[r] tokens, which are its accepted draft tokens and the token that was sampled after them.
     tokens: I32
     faults: dict[int, RowFault] = field(default_factory=dict)  # fault of the row's last token
-    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by index in tokens
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)  # by index of the token in `tokens`
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     embeddings: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[dimensions]
     label_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # float32[labels], see ScoreParams

@@ -34,7 +34,7 @@ class PoolSizes:
         return windows + ((CacheGroup(CacheKind.STATE, self.states, unit_bytes=state_bytes),) if self.states else ())
 
     def max_running_requests(self, wanted: int, max_drafts: int = 0) -> int:
-        """Returns the number of requests whose states fit, at most `wanted`. `max_drafts` is that of SchedulerConfig."""
+        """Returns the number of requests whose states fit, at most `wanted`. See SchedulerConfig.max_drafts."""
         return min(wanted, self.states // states_per_slot(max_drafts)) if self.states else wanted
 
 
@@ -50,7 +50,7 @@ class CacheShape:
     replay_bytes: int = 0  # bytes of the saved inputs of recurrent layers, from which accepted draft tokens are replayed
     max_drafts: int = 0  # largest number of draft tokens of a decode row
     max_slots: int = 1  # largest number of running requests
-    slot_windows: int = 0  # window units that one request may need at once
+    slot_windows: int = 0  # largest number of window units that one request may need
     swa_full_tokens_ratio: float = 0.8  # window units per page
     mamba_full_memory_ratio: float = 2.0  # bytes of states per byte of KV
     max_mamba_cache_size: int = 0  # number of states; 0: mamba_full_memory_ratio decides

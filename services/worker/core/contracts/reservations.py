@@ -23,8 +23,8 @@ PROOF_BYTES = 32
 class KvReservation:
     """The identity of one reservation, which a reader sends with each read."""
 
-    number: int  # 63 random bits
-    epoch: int  # identifies the start of the worker process
+    number: int  # random number of 63 bits that names the reservation
+    epoch: int  # identifies the worker process that owns the pages
     secret: bytes = field(repr=False)  # bytes[RESERVATION_SECRET_BYTES], made by the worker that owns the pages
 
 
@@ -42,7 +42,7 @@ class OpenReservation:
     """The pages of a reservation that just opened or grew."""
 
     reservation: KvReservation
-    tree: str  # name of the tree that has the pages
+    tree: str  # name of the radix tree that has the pages
     tokens: bytes  # prompt tokens as bytes of int32, from the beginning to the end of the last page or beyond
     pages: I32  # int32[n], in the order of the prompt
     # Page end, as a number of pages. The token after this page end reads `units`. 0 if there are no units.

@@ -119,8 +119,8 @@ ALL = Selection()
 class Deleted:
     """The result of a deletion in the storage tier."""
 
-    pages: int  # deleted pages
-    dropped: tuple[bytes, ...] = ()  # keys of deleted pages that this worker had
+    pages: int  # number of deleted pages
+    dropped: tuple[bytes, ...] = ()  # page keys of deleted pages that this worker could read
     pending: str = ""  # reason why some selected pages are not deleted yet; empty if all of them are deleted
 
 
@@ -145,8 +145,8 @@ class Fact:
     # Number of the operation's first keys whose pages were moved. For STORE: number of the keys that the storage now has.
     count: int = 0
     seconds: float = 0.0  # duration of the copy
-    stored: tuple[bytes, ...] = ()  # keys that the storage has gained
-    dropped: tuple[bytes, ...] = ()  # keys that the storage has lost
+    stored: tuple[bytes, ...] = ()  # page keys that the storage tier has gained
+    dropped: tuple[bytes, ...] = ()  # page keys that the storage tier has lost
     use: StorageUse | None = None  # current size and counters of the storage, or None if nothing has changed
     blocks: tuple[TierBlock, ...] = ()  # blocks that the storage had stored with pages before this worker started
     early: bool = False  # whether a load's last bytes have not arrived; a later fact with `loaded` reports their arrival

@@ -34,7 +34,7 @@ _NONE: I32 = np.empty(0, dtype=np.int32)
 
 
 class CacheUnits:
-    """The units of all groups, and those of each slot. KVMemory is the owner."""
+    """The units of all cache groups, and the units of each slot. KVMemory is the owner."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class CacheUnits:
         self.windows, self.states = pools.get(CacheKind.WINDOW), pools.get(CacheKind.STATE)
         self._page_size, self._interval, self._keeps_ends = page_size, state_interval, keeps_ends
         self._max_drafts, self._states_per_slot = max_drafts, states_per_slot(max_drafts)
-        self.num_slots = 0  # slots between begin() and end()
+        self.num_slots = 0  # number of slots between begin() and end()
         # Whether a request waits only because units are lent to operations, waiting requests or reservations, see UnitPins.
         self.is_short = False
         # By slot: last page end at which units are kept for hits; page end after which the prompt differs from cached prompts, 0
@@ -341,7 +341,7 @@ class CacheUnits:
         ends = (positions - 1) // self._page_size
         first = windows.first_pages(ends)
         if self._max_drafts and states is not None:
-            # The kept state needs the window before its page end, as far as the reserved units suffice.
+            # The kept state needs the window before its page end. The reserved units limit how much of this window stays.
             kept = np.where(states.kept[slots] != NO_UNIT, windows.first_pages(states.kept_end[slots]), first)
             first = np.minimum(first, np.maximum(kept, windows.first_to_keep(slots, planned, num_pages)))
         for row in windows.behind(slots, first):
@@ -445,7 +445,7 @@ class CacheUnits:
         return found
 
     def leaving_units(self) -> list[int]:
-        """Returns the states that no slot has any more and that the next begin_plan() frees."""
+        """Returns the states that no slot uses and that the next begin_plan() frees."""
         return [] if self.slot_states is None else self.slot_states.leaving_units()
 
     # Details
@@ -482,5 +482,5 @@ def _last_end(fits: NDArray[np.bool_]) -> int:
 
 
 def _along(path: Sequence[tuple[TreeNode, int]], index: int) -> I32:
-    """Returns the units of a group along a path."""
+    """Returns the units of a cache group for the pages of a path, as int32[n]."""
     return np.concatenate([node.units[index][:count] for node, count in path])

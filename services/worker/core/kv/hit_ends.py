@@ -24,7 +24,7 @@ class HitEnd:
 
 
 class HitEnds:
-    """The page ends by their units. CacheUnits is the owner."""
+    """The page ends at which prefix hits can end, by their units. CacheUnits is the owner."""
 
     def __init__(self, events: CacheEventLog) -> None:
         self._events = events

@@ -1,7 +1,7 @@
 """The KV memory of a worker: pages, slots, the radix tree, and the leases of running requests.
 
 Every page is free, leased by one slot, cached in the tree, or quarantined while an operation writes it; free + leased + cached +
-quarantined = total. A freed page may be allocated again at once, because one forward stream orders all steps
+quarantined = total. A freed page may be allocated again immediately, because one forward stream orders all steps
 (docs/design/scheduler.md#steps-and-streams), and an operation begins after all earlier steps. Each write to a page table is
 recorded, and take_table_updates() returns the writes for the next plan.
 """
@@ -487,7 +487,7 @@ class KVMemory:
             self.units.begin_plan()
 
     def flush(self) -> int:
-        """Evicts every unlocked page. Returns the number of pages."""
+        """Evicts every unlocked page of the radix tree. Returns the number of pages."""
         self.settle_units()
         return self._evict(self.tree.num_evictable, needed=False)
 

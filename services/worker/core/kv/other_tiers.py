@@ -36,7 +36,7 @@ class Wanted:
     tree: str  # name of the prompt's radix tree
     tokens: bytes  # tokens of the prompt as bytes of int32
     limit: int  # number of the prompt's first pages that may be read
-    rank: int = 0  # see TreeNode
+    rank: int = 0  # see TreeNode.rank
     keys: list[bytes] = field(
         default_factory=list
     )  # page keys of the prompt's first pages; further keys are computed when needed

@@ -68,7 +68,7 @@ NO_DECODE_STATES = DecodeStates()
 
 
 class SlotStates:
-    """The states of all slots."""
+    """The states of recurrent layers, for all slots."""
 
     def __init__(
         self, pool: UnitPool, page_size: int, num_slots: int, has_drafts: bool, keeps_ends: bool, ends: PlannedEnds, drafts: I64
@@ -170,7 +170,7 @@ class SlotStates:
         return RowStates(before, after, begin, cut, at_cut)
 
     def decode(self, slots: I64, starts: I64, drafts: I32) -> DecodeStates:
-        """Allocates the states of decode rows. Arguments are those of CacheUnits.decode()."""
+        """Allocates the states of decode rows. Arguments: see CacheUnits.decode()."""
         older = self._older[slots]
         if (older != NO_UNIT).any():
             self._pool.free(older[older != NO_UNIT].astype(np.int32))
@@ -198,7 +198,7 @@ class SlotStates:
         return DecodeStates(before.astype(np.int32), after.astype(np.int32), cuts, at_cut, at.astype(np.int32))
 
     def reject(self, slots: I32, rejected: I64) -> None:
-        """Corrects the positions of states. Arguments are those of CacheUnits.reject()."""
+        """Corrects the positions of states. Arguments: see CacheUnits.reject()."""
         self._at[slots] -= rejected
 
     def drop_row(self, slot: int, num_committed: int) -> bool:
@@ -281,7 +281,7 @@ class SlotStates:
         return sorted(units - {NO_UNIT})
 
     def leaving_units(self) -> list[int]:
-        """Returns the states that no slot has any more and that the next begin_plan() frees."""
+        """Returns the states that no slot uses and that the next begin_plan() frees."""
         return [unit for units in self._leaving for unit in units.tolist()]
 
     # Details

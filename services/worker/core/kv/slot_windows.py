@@ -71,7 +71,7 @@ class SlotWindows:
         return first, self.table[slot, first : hit.depth].copy()
 
     def end(self, slot: int, num_shared: int, num_pages: int) -> None:
-        """Frees and unpins all units of a slot. Arguments are those of CacheUnits.end()."""
+        """Frees and unpins all units of a slot. Arguments: see CacheUnits.end()."""
         self.leave(slot, num_pages, num_shared)
         self._reserve(slot, 0)
 

@@ -52,8 +52,8 @@ FIRSTS, FADE_OF_FIRSTS = 3, 0.95
 FUTILE = 1 / 8  # drafting is limited while a smaller share of the requests' first verifications has an accepted token
 WORTHWHILE = 1 / 2  # RIGHT_RUN accepted tokens in a row raise that share to at least this value, which ends the limit
 CROWDED = 256  # drafting is limited after this number of consecutive steps with too many rows for draft tokens
-# While drafting is limited, no request is added if this many requests with draft tokens had an accepted token in their last
-# MISSES verifications, or have had fewer than MISSES verifications.
+# Limit of may_add_request(). A request with draft tokens counts if it had an accepted token in its last MISSES verifications, or
+# if it has had fewer than MISSES verifications.
 MOST_LIMITED = 2
 RIGHT_RUN = 3  # number of consecutive accepted draft tokens of one request that shows that drafting works
 

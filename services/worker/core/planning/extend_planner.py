@@ -309,9 +309,13 @@ class ExtendPlanner:
     def _admit_before(self, started: list[Request], rows: StepRows, now: float, step_id: int) -> None:
         """Admits waiting requests before the next chunks of the started extends, which may have many chunks left.
 
-        The admitted requests are more urgent requests, requests of flows with a lower sort key, and requests that arrived before
-        a started extend and whose wait for a prefix has ended. The KV that the started extends need stays free. If a request
-        finds no KV, batch_is_full stays False.
+        The admitted requests are:
+
+        - more urgent requests;
+        - requests of flows with a lower sort key;
+        - requests that arrived before a started extend and whose wait for a prefix has ended.
+
+        The KV that the started extends need stays free. If a request finds no KV, batch_is_full stays False.
         """
         turn = max(map(_by_arrival, started))
         overtaken = [r for r in self._prefixes.freed.values() if r.phase is Phase.WAITING and _by_arrival(r) < turn]

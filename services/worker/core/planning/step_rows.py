@@ -303,7 +303,7 @@ class PrefillAdder:
         assert len(rows.remaining) == len(rows.kv_tokens) == len(rows.ignore_eos), "the columns have equal lengths"
         self._rows = rows
         self._ratio = new_token_ratio
-        self._added: list[tuple[int, int, bool]] = []  # (remaining output, KV, ignore_eos) of this step's rows
+        self._added: list[tuple[int, int, bool]] = []  # (remaining output tokens, tokens of KV, ignore_eos) of this step's rows
         outputs = float(np.minimum(rows.remaining, CLIP_MAX_NEW_TOKENS).sum()) if len(rows.remaining) else 0.0
         self._reserved = outputs * new_token_ratio
         self._input = max(max_prefill_tokens - num_decode_tokens, self._page_size)
@@ -508,7 +508,7 @@ class ChunkPace:
         return int(min(left / max(steps, 1) / self._seconds * self._extended, MOST_TOKENS))
 
     def _decode_step_s(self, rows: int) -> float:
-        """Returns the seconds of a step of `rows` decode rows; if unknown, those for fewer rows; if none is known, 0."""
+        """Returns the mean seconds of a step with about `rows` decode rows. If unknown, the value for fewer rows, or 0."""
         return next((seconds for seconds in self._decode_s[rows.bit_length() : 0 : -1] if seconds), 0.0)
 
     def _shortest_step_s(self) -> float:

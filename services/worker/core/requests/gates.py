@@ -123,8 +123,8 @@ class PrefixGate:
         """Begins a pass, and unblocks the requests whose wait has ended.
 
         Args:
-            computing: the extending requests: those in the uncommitted step, those in the step that is being planned, and those
-                between two chunks. A request may occur twice.
+            computing: the extending requests. Each has a chunk in the uncommitted step or in the step that is being planned, or
+                is between two chunks. A request may occur twice.
         """
         self._extends.clear()
         self._computing = list(computing)

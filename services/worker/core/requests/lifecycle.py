@@ -26,7 +26,7 @@ from rootstock_llm.services.worker.core.requests.request import Outputs, Phase, 
 from rootstock_llm.services.worker.core.requests.reservations import KvReservations
 from rootstock_llm.services.worker.core.requests.sessions import SessionTable
 
-MAX_EVENTS = 16384  # events of the trace log
+MAX_EVENTS = 16384  # largest number of events in the trace log
 # Largest number of searches of other tiers per wait of a request: one when the wait begins, and one before the admission.
 MAX_TIER_LOOKUPS = 2
 
@@ -80,7 +80,7 @@ class TraceLog:
         self._count += 1
 
     def of(self, request_id: str) -> list[TraceEvent]:
-        """Returns those events of a request that are still in the log, oldest first."""
+        """Returns the events of a request that are still in the trace log, oldest first."""
         return [event for event in self._events if event.request_id == request_id]
 
     def since(self, count: int) -> tuple[int, list[TraceEvent]]:

@@ -127,9 +127,9 @@ class Request:
     reuse_limit: int  # largest number of tokens that a prefix hit may cover; 0: the request cannot use cached KV
     routing_key: str = ""
     session: SessionTurn | None = None
-    routed_from: int = -1  # see Submit
+    routed_from: int = -1  # see Submit.routed_from
     session_number: int = 0  # unique number of the session, whose name another session may reuse
-    prediction: NDArray[np.int32] = field(default_factory=no_tokens)  # see Submit
+    prediction: NDArray[np.int32] = field(default_factory=no_tokens)  # see Submit.prediction
     payer: Payer = (b"", 0, 0)  # name of the flow whose share pays for the prompt tokens
     weight: float = 1.0  # weight of the tenant's share
     phase: Phase = Phase.WAITING

@@ -62,7 +62,7 @@ class KvReservations:
     def __init__(self, hold_s: float) -> None:
         """Starts empty. `hold_s` is the time limit of reservations in seconds."""
         self._hold_s = hold_s
-        self._live: dict[int, _Live] = {}  # by number
+        self._live: dict[int, _Live] = {}  # by KvReservation.number
         self._opened: list[OpenReservation] = []
         self._closed: list[KvReservation] = []
         self._released_sources: list[KvSource] = []  # reservations in other workers that this worker no longer reads

@@ -1,8 +1,8 @@
 """The waiting queue, and the orders in which requests are admitted and lose their lease. RequestQueues owns the queue.
 
-The queue is sorted by rank. Within a rank, requests that lost their lease come first, then the others by arrival. The policy fcfs
-serves this order; other policies sort the requests of each rank (docs/design/scheduler.md#policies). A request that a gate blocks
-keeps its position, and admission passes skip it until the gate unblocks it.
+The queue is sorted by rank. Within a rank, requests that ran before come first, then the other requests by arrival. The policy
+fcfs serves this order; other policies sort the requests of each rank (docs/design/scheduler.md#policies). A request that a gate
+blocks keeps its position, and admission passes skip it until the gate unblocks it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class WaitingQueue:
         self._ranks: dict[int, _Rank] = {}
         self._order: list[int] = []  # the ranks that have requests, most urgent first
         self._size = 0
-        self._reserved: dict[int, ReservedCapacity] = {}  # for the blocked requests of each rank
+        self._reserved: dict[int, ReservedCapacity] = {}  # capacity reserved for the blocked requests, by rank
         self.num_blocked = 0  # number of requests that gates block
         self.num_tokens = 0  # prompt and output tokens, counted when the requests were added
         self._have_run: set[int] = set()  # seqs of the requests that have run on this worker
@@ -223,7 +223,7 @@ class _Hit:
     """The prefix hit of a waiting request."""
 
     request: Request
-    node: TreeNode | None  # end of the hit
+    node: TreeNode | None  # tree node in which the hit ends; None: the tree has no node for the namespace
     num_tokens: int
     later: bool  # an earlier waiting request has the same uncached prefix and will compute it
 
@@ -386,7 +386,7 @@ def fairly(requests: Iterable[Request]) -> Iterator[Request]:
 
 
 def in_fair_order(queue: WaitingQueue) -> Iterator[Request]:
-    """Yields the requests that no gate blocks, by rank: first those that ran before, then the others, fairly between flows."""
+    """Yields the requests that no gate blocks, by rank: first requests that ran before, then other requests fairly by flow."""
     for rank in queue.ranks():
         back, flows = queue.back(rank), queue.flows(rank)
         yield from [request for request in back if not request.blocked_tokens]

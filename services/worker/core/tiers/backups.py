@@ -1,9 +1,9 @@
 """Copies of cached pages and units to lower tiers: from the device to the host, and from the host to the storage if there is one.
 
-Pages are copied before their eviction, in the order of BackupQueue. A path is copied from its beginning, because a later request
-can only use a whole prefix. With cache groups, the units of the page ends at which hits can end follow their pages
-(stored_units.py), and pages after the last such page end are not copied. The number of running copies is limited. A page that is
-evicted before its copy began counts as lost. No step waits for a copy. Tiers is the owner.
+Pages are copied in the order of BackupQueue, if possible before their eviction. A page that is evicted before its copy began
+counts as lost. A path is copied from its beginning, because a later request can only use a whole prefix. With cache groups, units
+are copied after their pages, for the page ends at which hits can end (stored_units.py). Pages after the last such page end are
+not copied. The number of running copies is limited. No step waits for a copy. Tiers is the owner.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Backups:
         self.forget_waiting()
 
     def forget_waiting(self, tag: bytes | None = None) -> None:
-        """Drops the waiting writes to the storage, or only those of the salt with the given tag."""
+        """Drops the waiting writes to the storage. If `tag` is set, drops only the writes of the salt with this tag."""
         waiting, self._to_store = self._to_store, deque()
         for operation in waiting:
             if tag is None or tag_of(operation.keys[0]) == tag:
@@ -199,7 +199,7 @@ class Backups:
         self._current = None
 
     def gone(self, key: bytes) -> None:
-        """Records that a lower tier has lost a page. If no lower tier has the page, its node does not count as copied anymore."""
+        """Records that a lower tier has lost a page. If no lower tier has the page, its node no longer counts as copied."""
         if self._blocks is not None:
             self._blocks.changed((key,))
         if not self._is_backed(key) and (node := self._queue.backed.pop(key, None)) is not None:

@@ -20,7 +20,7 @@ I32 = NDArray[np.int32]
 
 
 class HostIndex:
-    """The pages of host memory, as ids."""
+    """The pages of the host tier, as ids."""
 
     def __init__(self, num_pages: int, salt_pages: int = 0) -> None:
         """Starts with free pages.

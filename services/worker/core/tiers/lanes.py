@@ -178,7 +178,7 @@ class Lanes:
         """Marks an operation as late if computing its pages would be faster than waiting for it, and ends these waits.
 
         An operation for which no request waits can be late as well, because it delays the following operations of its lane. If
-        `still_waits` is True, the comparison includes the request's pages after those of the operation.
+        `still_waits` is True, the comparison includes the request's pages after the operation's pages.
 
         Args:
             running: the first operation of a lane.

@@ -109,7 +109,7 @@ class Rates:
             source: tier of the pages.
             pages: pages of the operation.
             elapsed: seconds since the lane began the operation.
-            rest: number of pages that the request needs after those of the operation.
+            rest: number of pages that the request needs after the operation's pages.
             lane: address of the remote worker; "" for other tiers.
             computed: number of pages to compute instead; 0 if it is `pages` + `rest`.
         """

@@ -16,9 +16,9 @@ from rootstock_llm.services.worker.core.tiers.page_keys import PageKeys
 
 @dataclass(frozen=True, slots=True)
 class StoredUnit:
-    """The unit of one page in one group."""
+    """The unit of one page in one cache group, as it is stored outside of the device."""
 
-    index: int  # index of the group
+    index: int  # index of the cache group
     page: int  # index of the page in the prompt
     keys: tuple[bytes, ...]  # keys of the parts
 

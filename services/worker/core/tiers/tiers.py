@@ -46,7 +46,7 @@ class TierLimits:
     salt_pages: int  # largest number of host pages of one salt; 0: no limit
     stored_salt_pages: int  # largest number of pages of one salt in the storage; 0: no limit
     hold_s: float  # seconds for which prefetched pages stay pinned after the last message about them
-    num_parts: tuple[int, ...] = ()  # parts of a unit below the device, by cache group
+    num_parts: tuple[int, ...] = ()  # number of parts of a unit outside of the device, by cache group
 
 
 class Tiers:
@@ -137,7 +137,7 @@ class Tiers:
         Returns:
             The new operations, and the seqs of the requests that stop waiting for an import.
         """
-        memory.settle_units()  # so that units which no step reads any more may be lent
+        memory.settle_units()  # so that units that no step reads may be lent
         if now >= self.prefetches.next_expiry:
             self.prefetches.expire(now)
         imports, moved = self._imports.plan(memory, now, in_flight)

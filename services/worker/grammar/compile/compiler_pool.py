@@ -6,9 +6,9 @@ Two queues keep fast grammars from waiting behind slow grammars. `workers` threa
 may take quick_s. A grammar that needs longer starts again in the slow queue. One thread serves the slow queue; each compilation
 there may take compile_s of CPU time. Each queue serves the tenants in turn.
 
-The compiling processes have a lower CPU priority than the worker, those of the slow queue the lowest one. On a busy machine, a
-child may get little CPU time. The slow queue therefore limits CPU time, so that a grammar is not refused because other
-processes were busy. After WALL_FACTOR * compile_s of wall time, the grammar is refused in any case.
+The compiling processes have a lower CPU priority than the worker. The processes of the slow queue have the lowest priority. On a
+busy machine, a child may get little CPU time. The slow queue therefore limits CPU time, so that a grammar is not refused because
+other processes were busy. After WALL_FACTOR * compile_s of wall time, the grammar is refused.
 
 The threads have the priority of the worker. On a busy machine, a thread of low priority would get little CPU time while it has
 the interpreter lock, and would then delay all other threads of the worker.

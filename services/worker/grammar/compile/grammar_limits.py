@@ -19,7 +19,7 @@ class GrammarLimits:
     unused_mib: int = 16  # if all compiled grammars together exceed this size, grammars that are unused for idle_s are dropped
     idle_s: float = 60.0  # time after which a grammar counts as unused
     workers: int = 2  # threads of the quick queue; one additional thread serves the slow queue
-    queue: int = 64  # waiting grammars of one tenant in each queue
+    queue: int = 64  # largest number of waiting grammars of one tenant in each queue
     failure_s: float = 60.0  # time for which a refusal is cached
     step_ms: float = 5.0  # average CPU time per token of a request, see StepMeter
     burst_ms: float = 50.0  # CPU time by which a request may exceed this average in total, see StepMeter

@@ -16,7 +16,7 @@ from rootstock_llm.services.worker.grammar.compile.grammar_limits import Grammar
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 from rootstock_llm.services.worker.text.step_meter import StepMeter
 
-TOKENS = 64  # tokens of each walk
+TOKENS = 64  # largest number of tokens of each walk
 WALKS = 3
 SEED = 20240607  # fixed, so that every trial of a grammar takes the same walks
 

@@ -166,7 +166,7 @@ class _Number:
     digits: int = 0  # number of digits before the decimal point; 0 again after the decimal point was written
     places: int = -1  # number of digits after the decimal point; -1: the decimal point was not written yet
     remainder: int = 0  # remainder of the number that all digits so far form, divided by `step`
-    low: int = 0  # -1, 0 or 1: the digits so far are below, equal to or above those of the lower bound
+    low: int = 0  # -1, 0 or 1: the digits so far are below, equal to or above the lower bound's first digits
     high: int = 0  # the same comparison with the upper bound
     is_zero: bool = False  # whether only the digit 0 was written, so that no other digit may follow before the decimal point
 

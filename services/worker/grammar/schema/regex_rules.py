@@ -339,8 +339,8 @@ class _Threads:
     def closure(self, threads: Iterable[tuple[int, Pending]], at_start: bool) -> Threads:
         """Returns the threads that the given threads reach without reading a character.
 
-        Each returned thread is at the end of the pattern or reads a character next. If two threads at one position have pending
-        lookaheads A and B, and A is a subset of B, the thread with B is omitted, because the thread with A accepts all its texts.
+        Each returned thread is at the end of the pattern or reads a character next. Two threads at one position may have pending
+        lookaheads A and B. If A is a subset of B, the thread with B is omitted, because the thread with A accepts all its texts.
         """
         waiting = list(threads)
         seen = set(waiting)

@@ -89,7 +89,7 @@ START, END = Anchor(False), Anchor(True)
 
 @dataclass(slots=True)
 class _Level:
-    """An open group."""
+    """A group of the pattern that is not closed yet."""
 
     options: list[Tree] = field(default_factory=list)  # complete alternatives
     items: list[Tree] = field(default_factory=list)  # items of the alternative that is being parsed

@@ -1,7 +1,10 @@
 """Translates a JSON schema into grammar rules. Every text that the grammar matches satisfies the schema.
 
-The grammar does not match all texts that satisfy the schema: properties have the schema's order, constants have one spelling, and
-an object with declared properties has other properties only if the schema allows them explicitly.
+The grammar does not match all texts that satisfy the schema:
+
+- Properties have the schema's order.
+- Constants have one spelling.
+- An object with declared properties has other properties only if the schema allows them explicitly.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import (
 )
 
 MAX_LISTED = 16  # largest number of constants that are listed one by one; more constants share their common prefixes
-MAX_DEPTH = 64  # nesting depth of common prefixes
-MAX_RULES = 20_000  # rules of one schema
+MAX_DEPTH = 64  # largest nesting depth of common prefixes
+MAX_RULES = 20_000  # largest number of rules of one schema
 
 
 def schema_grammar(document: Any, partial: bool = False) -> Grammar:

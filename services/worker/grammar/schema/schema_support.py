@@ -1,7 +1,7 @@
 """The supported keywords of JSON Schema. All other keywords are refused with their position in the schema.
 
-If a keyword were ignored silently, outputs could break the client. The keywords are those of draft 2020-12, and `definitions` of
-older drafts.
+If a keyword were ignored silently, outputs could break the client. The keywords are from draft 2020-12, except `definitions`,
+which is from older drafts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_keywords(schema: Any, path: str) -> Schema:
 
 
 def types_of(schema: Schema, path: str) -> tuple[str, ...]:
-    """Returns the allowed types: those in `type`, or the type to which the schema's keywords belong. Empty: all types."""
+    """Returns the allowed types: the types in `type`, or the type to which the schema's keywords belong. Empty: all types."""
     declared = schema.get("type")
     if declared is not None or "type" in schema:
         names = declared if isinstance(declared, list) else [declared]
