@@ -146,4 +146,4 @@ release: dev-env     ## wheel, chart, checksums and, with buildah or docker, ima
 	$(PY) -m release --out '$(DIST)' $(if $(call chosen,IMAGES),--images '$(IMAGES)') $(RELEASE_FLAGS)
 
 clean:           ## remove build results, but not the environment
-	rm -rf build dist rootstock
+	rm -rf build dist rootstock_llm/protos

@@ -67,6 +67,7 @@ class ServiceSettings(TlsSettings):
         extra="forbid",
         cli_kebab_case=True,
         cli_implicit_flags=True,
+        cli_hide_none_type=True,  # so that `bool | None` also gets two flags
         cli_avoid_json=True,
         protected_namespaces=(),
     )

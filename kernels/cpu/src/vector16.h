@@ -37,21 +37,6 @@ inline __m512 silu16(__m512 x) {
 inline __m512 even_lanes(__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88); }
 inline __m512 odd_lanes(__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0xdd); }
 
-// Returns a vector whose lane i is the sum of the lanes of v[i].
-inline __m512 sum_each(__m512 (&v)[16]) {
-    __m512 pairs[8], quads[4];
-    for (int i = 0; i < 8; ++i) {
-        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-    }
-    for (int i = 0; i < 4; ++i) {
-        const __m512d low = _mm512_castps_pd(pairs[2 * i]), high = _mm512_castps_pd(pairs[2 * i + 1]);
-        quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
-    }
-    const __m512 low = _mm512_add_ps(even_lanes(quads[0], quads[1]), odd_lanes(quads[0], quads[1]));
-    const __m512 high = _mm512_add_ps(even_lanes(quads[2], quads[3]), odd_lanes(quads[2], quads[3]));
-    return _mm512_add_ps(even_lanes(low, high), odd_lanes(low, high));
-}
-
 // Transposes 32-bit lanes: lane i of v[j] becomes lane j of v[i].
 inline void transpose(__m512 (&v)[16]) {
     __m512 t[16];

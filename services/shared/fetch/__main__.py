@@ -29,6 +29,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from http.client import HTTPException
 from pathlib import Path
 
 from rootstock_llm.services.shared.fetch.download import fetch
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> None:
             fetch(Path(folder), source, store_of(source))
         except Unserved as error:
             sys.exit(str(error))
-        except (OSError, Unfetchable) as error:
+        except (OSError, HTTPException, Unfetchable) as error:
             sys.exit(f"{source}: {error}")
 
 

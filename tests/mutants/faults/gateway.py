@@ -138,7 +138,7 @@ GATEWAY = (
     *of(
         "gateway",
         "services/gateway/api/request_body.py",
-        ('le=INT32[1], description="Default 0.', 'le=INT32[1] + 1, description="Default 0.'),
+        ("le=INT32[1],", "le=INT32[1] + 1,"),
         ("max_length=limits.MAX_ROUTING_KEY_CHARS,", "max_length=limits.MAX_ROUTING_KEY_CHARS + 1,"),
         only="gateway/api/test_limits_walked",
     ),

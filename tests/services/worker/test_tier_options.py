@@ -179,7 +179,7 @@ class TestHostTierSize:
     def test_configured_host_tier_size_is_refused_when_the_memory_is_not_free(self) -> None:
         with pytest.raises(
             NotEnoughHostMemory,
-            match=r"hicache_size is \d+ MiB; \d+ MiB are free after the KV pool.* Set hicache_size to \d+ or less",
+            match=r"hicache_size is \d+ MiB; \d+ MiB are free after the KV pool.* Turn enable_hierarchical_cache off",
         ):
             self.sized(size=900 * PAGE)
 

@@ -48,9 +48,10 @@ def host_pages(options: TierOptions, pool_pages: int, page_bytes: int, free_byte
     if options.host_bytes:
         most = int(available * MOST_FREE)
         if options.host_bytes > most:
+            remedy = f"Set hicache_size to {most // 10**9} or less" if most >= 10**9 else "Turn enable_hierarchical_cache off"
             raise NotEnoughHostMemory(
                 f"hicache_size is {options.host_bytes >> 20} MiB; {available >> 20} MiB are free after the KV pool, and the"
-                f" host tier may use {most >> 20} MiB of them. Set hicache_size to {most // 10**9} or less"
+                f" host tier may use {most >> 20} MiB of them. {remedy}"
             )
         pages = options.host_bytes // page_bytes
     else:
