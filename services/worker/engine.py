@@ -50,7 +50,7 @@ from rootstock_llm.services.worker.tier_options import tier_options
 logger = logging.getLogger(__name__)
 
 OnLost = Callable[[str], None]
-CPU_FRACTION = 0.5  # default of mem_fraction_static on a CPU: other processes use the machine's memory, too
+CPU_FRACTION = 0.5  # default of mem_fraction_static on a CPU: other processes also use the machine's memory
 GPU_FRACTION = 0.9  # default of mem_fraction_static on a GPU, whose memory only the worker uses
 
 

@@ -200,13 +200,16 @@ class WorkerSettings(ServiceSettings):
         2, ge=0, le=16, description="Threads that compile grammars, plus one for slow grammars. 0: no structured output."
     )
     grammar_step_ms: float = Field(
-        5.0, gt=0, description="CPU time in ms per output token that a grammar's masks may take on average."
+        5.0,
+        gt=0,
+        description="CPU time in ms per token that a grammar's masks may take on average in its trial. In requests, twice"
+        " this time is allowed.",
     )
     grammar_burst_ms: float = Field(
         50.0,
         gt=0,
-        description="CPU time in ms by which a request's grammar may exceed grammar_step_ms in total. A grammar that exceeds this"
-        " limit twice is refused.",
+        description="CPU time in ms by which a grammar's trial may exceed grammar_step_ms in total. In requests, twice this time"
+        " is allowed. A grammar is refused if its trial exceeds the limit, or if requests exceed it twice.",
     )
     grammar_fill_ms: float = Field(
         20.0,

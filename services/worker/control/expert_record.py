@@ -11,7 +11,7 @@ from rootstock_llm.services.worker.exec.contracts.operations import OperationRef
 
 
 def start(control: SchedulerControl) -> None:
-    """Begins a record, which counts from 0. Refused if a record runs, or if the model has no experts."""
+    """Begins a record, which counts from 0. Refused if a record runs, or if the executor reports no experts."""
     if not control.has_experts:
         raise OperationRefused("the model has no experts, or the executor does not report them")
     if control.records_experts:

@@ -1,4 +1,4 @@
-"""Runs the worker's loop, which calls inbox, core, executor and outbox in order. All decisions are the core's.
+"""Runs the worker's loop, which calls inbox, core, executor and outbox in order. The core makes all decisions.
 
 The loop runs on its own thread, the only thread that uses the core and the executor. With overlap, step N+1 is planned and
 launched before step N is committed. Without overlap, step N is committed first.

@@ -1,4 +1,4 @@
-"""Metrics of KV transfers between workers: reads by decode workers from this worker, and reads by this worker."""
+"""Metrics of KV transfers between workers: decode workers read from this worker, and this worker reads from prefill workers."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class CacheShape:
         return PoolSizes(max(pages, self.least_pages), sizes.windows, sizes.states)
 
     def with_units(self, pages: int) -> PoolSizes:
-        """Returns the numbers of units that the ratios give for a number of pages, but at least the units of one request."""
+        """Returns the sizes that the ratios give for a number of pages, with at least the units of one request."""
         windows = max(int(pages * self._windows_per_page), self.slot_windows) if self.window_bytes else 0
         if not self.state_bytes:
             return PoolSizes(pages, windows)

@@ -31,7 +31,7 @@ RootHasher = Callable[[str], bytes]
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """Changes of the cached blocks. The tuples have block hashes, and no hash is in two tuples."""
+    """Changes of the cached blocks. No block hash is in two of the tuples."""
 
     cleared: bool  # whether the reader drops all blocks of this worker before it applies the other fields
     stored: tuple[bytes, ...]  # blocks that are now on the device

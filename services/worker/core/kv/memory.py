@@ -482,7 +482,7 @@ class KVMemory:
         self.unit_pins.unpin(index, units.tolist())
 
     def settle_units(self) -> None:
-        """Frees the units that the last plan read. Then pages without a lease have no pinned unit. Called between two plans."""
+        """Frees the units that the last plan read. Then unlocked pages have no pinned unit. Called between two plans."""
         if self.units is not None:
             self.units.begin_plan()
 

@@ -112,7 +112,7 @@ class SlotStates:
     # Slots
 
     def begin(self, slot: int, hit: TreeNode) -> None:
-        """Pins the state at the end of the slot's hit, which becomes the current one."""
+        """Pins the state at the end of the slot's hit. This state becomes the current state."""
         self._current[slot], self._current_is_cached[slot] = NO_UNIT, False
         self._at[slot], self._before[slot] = hit.depth * self._page_size, NO_UNIT
         if hit.depth:
@@ -362,7 +362,7 @@ class SlotStates:
             self._older[slot] = NO_UNIT
 
     def _pass_end(self, slot: int, position: int, at_end: bool) -> None:
-        """Leaves the current state of a decode row. At a page end, this state becomes the kept state."""
+        """Stops using the current state of a decode row. At a page end, this state becomes the kept state."""
         unit = int(self._current[slot])
         if not at_end or self._current_is_cached[slot] or self._is_planned(slot, unit) or unit == NO_UNIT:
             self._leave(slot, unit)

@@ -124,7 +124,7 @@ class SlotWindows:
         return len(wide) > 0
 
     def publish(self, slot: int, end: TreeNode, first: int) -> int:
-        """Gives the units from page `first` on to the pages. If a page has a unit already, the slot's unit is freed.
+        """Moves the slot's units of the pages from `first` on to the tree. If a page already has a unit, the slot's is freed.
 
         Returns:
             The first page whose unit has changed.

@@ -39,15 +39,15 @@ PROBABLY_EMPTY = 0.5
 FEW = 2  # a mean cost or an acceptance is used from this number of measurements on
 # LATEST: smallest weight of a new cost in the mean. A cost above OUTLIER times the mean counts as OUTLIER times the mean.
 LATEST, OUTLIER = 0.05, 4.0
-# From this number of measurements without draft tokens on, a change of their mean scales the costs of steps with draft tokens.
+# After this number of measurements without draft tokens, a change of their mean scales the costs of steps with draft tokens.
 # After this number of consecutive steps with draft tokens, the mean cost without draft tokens is measured again.
 STEADY = 20
 # After n >= MISSES verifications in a row without an accepted token, a request gets no draft tokens for min(2 ** n, MOST_PAUSE)
 # steps.
 MISSES, MOST_PAUSE = 4, 64
 BUCKETS = 32  # classes of steps, by the bit length of the number of rows
-# The first FIRSTS verifications of each request predict the acceptance of later requests. FADE_OF_FIRSTS is the factor of earlier
-# results.
+# The first FIRSTS verifications of each request decide whether drafting is limited (FUTILE). FADE_OF_FIRSTS is the factor of
+# earlier results.
 FIRSTS, FADE_OF_FIRSTS = 3, 0.95
 FUTILE = 1 / 8  # drafting is limited while a smaller share of the requests' first verifications has an accepted token
 WORTHWHILE = 1 / 2  # RIGHT_RUN accepted tokens in a row raise that share to at least this value, which ends the limit

@@ -21,8 +21,8 @@ class GrammarLimits:
     workers: int = 2  # threads of the quick queue; one additional thread serves the slow queue
     queue: int = 64  # largest number of waiting grammars of one tenant in each queue
     failure_s: float = 60.0  # time for which a refusal is cached
-    step_ms: float = 5.0  # average CPU time per token of a request, see StepMeter
-    burst_ms: float = 50.0  # CPU time by which a request may exceed this average in total, see StepMeter
+    step_ms: float = 5.0  # average CPU time per token of a trial, see StepMeter
+    burst_ms: float = 50.0  # CPU time by which a trial may exceed this average in total, see StepMeter
     fill_ms: float = 20.0  # CPU time of all masks of a step, see MaskFiller
     # Factor on step_ms and burst_ms for requests. The trial uses no factor, so that a grammar that passes it is unlikely to
     # exceed the limits in a request.

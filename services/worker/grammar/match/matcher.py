@@ -30,7 +30,7 @@ from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 MIN_CHARS = 2
 TOO_SLOW = "the grammar has become too expensive: computing the allowed next tokens takes too long"
 BROKEN = "the grammar's matcher has failed: an internal error, see the worker's log"
-MAX_BACKLOG = 256  # accepted tokens by which the byte cursor may lag; limits the CPU time that it needs to catch up in one step
+MAX_BACKLOG = 256  # tokens by which the byte cursor may lag at most; limits the CPU time that it needs to catch up in one step
 # Smallest number of tokens of a jump. A jump of one token saves nothing, because it costs one step, as sampling does.
 MIN_FORCED = 2
 logger = logging.getLogger(__name__)
