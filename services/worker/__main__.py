@@ -209,8 +209,8 @@ def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health
         _from_thread(loop, health, live=False)
 
     def on_recover() -> None:
-        life.recovered()
-        _from_thread(loop, health, live=True)
+        if life.recovered():
+            _from_thread(loop, health, live=True)
 
     return Watchdog(pulse, settings.watchdog_timeout_s, on_hang, on_recover)
 
@@ -220,7 +220,7 @@ def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService,
 
     def on_lost(sentence: str) -> None:
         logger.critical("%s", sentence)
-        life.hung()
+        life.lost_device()
         _from_thread(loop, health, live=False)
 
     return on_lost

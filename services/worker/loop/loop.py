@@ -396,6 +396,5 @@ class Loop:
             return
         self._checked = True
         for violation in self._control.self_check():
-            text = "an invariant was violated while the scheduler was idle; its memory was reset"
-            logger.error(text, extra=fields(violation=violation))
+            logger.error("an invariant was violated while the scheduler was idle", extra=fields(violation=violation))
         self._observer.iteration_ended(self._core.stats(), False)

@@ -30,7 +30,8 @@ class WorkerLife:
         self._begun = clock()
         self.cold_start_s: float | None = None  # seconds from the creation of this object to ready(); None before ready()
         self.phase = WorkerPhase.LOADING
-        self.is_hung = False
+        self.is_hung = False  # whether a step hangs, or the device is lost
+        self._has_device = True
         self.hangs = 0  # number of hangs and losses of the device since the start
 
     def ready(self) -> None:
@@ -44,8 +45,14 @@ class WorkerLife:
         self.is_hung = True
         self.hangs += 1
 
-    def recovered(self) -> None:
-        self.is_hung = False
+    def recovered(self) -> bool:
+        """Ends a hang. Returns False, and changes nothing, if the device is lost: only a new process can use it again."""
+        self.is_hung = not self._has_device
+        return self._has_device
+
+    def lost_device(self) -> None:
+        self._has_device = False
+        self.hung()
 
 
 def _phases(life: WorkerLife) -> dict[tuple[str, ...], float]:
