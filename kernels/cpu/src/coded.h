@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "numeric.h"
+#include "tile.h"
 #include "vectors.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -189,9 +190,11 @@ inline void add_products(__m512i (&totals)[ROWS][kAcross16], const __m512i (&col
     }
 }
 
-// Adds the products of ROWS rows, from `row` on, with a block to `sums`. Not inlined, because GCC 12 then moves sums to the stack.
+// Adds the products of ROWS rows, from `row` on, with a block to `sums`. With `streams`, the block is read from memory, and its lines
+// are prefetched. Not inlined, because GCC 12 then moves sums to the stack.
 template <int ROWS, int BITS, bool TABLE>
-__attribute__((noinline)) void add_block_int8(float (*sums)[kCodedColumns], const Coded& w, int64_t block, const Int8Rows& rows, int64_t row) {
+__attribute__((noinline)) void add_block_int8(float (*sums)[kCodedColumns], const Coded& w, int64_t block, const Int8Rows& rows, int64_t row,
+                                              bool streams) {
     const int64_t groups = w.groups();
     __m512i table = _mm512_setzero_si512();
     int zero = w.zero();
@@ -218,6 +221,10 @@ __attribute__((noinline)) void add_block_int8(float (*sums)[kCodedColumns], cons
         }
         for (int64_t k = 0; k < w.group; k += 32 / BITS, data += 4 * kCodedColumns, x += 32 / BITS) {
             __m512i columns[kAcross16];
+            if (streams) {
+#pragma GCC unroll 6
+                for (int v = 0; v < kAcross16; ++v) _mm_prefetch(data + kStreamAhead + v * 64, _MM_HINT_T1);
+            }
             if (BITS == 8) {
 #pragma GCC unroll 6
                 for (int v = 0; v < kAcross16; ++v) columns[v] = _mm512_loadu_si512(data + v * 64);
@@ -248,18 +255,19 @@ __attribute__((noinline)) void add_block_int8(float (*sums)[kCodedColumns], cons
     }
 }
 
-// Sets sums[r] to the products of `count` rows, from `row` on, with the 64 columns of a block, without bias.
-inline void sum_block_int8(float (*sums)[kCodedColumns], const Coded& w, int64_t block, const Int8Rows& rows, int64_t row,
-                           int64_t count) {
+// Sets sums[r] to the products of `count` rows, from `row` on, with the 64 columns of a block, without bias. For `streams` see
+// add_block_int8().
+inline void sum_block_int8(float (*sums)[kCodedColumns], const Coded& w, int64_t block, const Int8Rows& rows, int64_t row, int64_t count,
+                           bool streams) {
     std::memset(sums, 0, static_cast<size_t>(count) * kCodedColumns * sizeof(float));
     const auto add = [&]<int BITS, bool TABLE>() {
         switch (count) {
-            case 1: add_block_int8<1, BITS, TABLE>(sums, w, block, rows, row); break;
-            case 2: add_block_int8<2, BITS, TABLE>(sums, w, block, rows, row); break;
-            case 3: add_block_int8<3, BITS, TABLE>(sums, w, block, rows, row); break;
-            case 4: add_block_int8<4, BITS, TABLE>(sums, w, block, rows, row); break;
-            case 5: add_block_int8<5, BITS, TABLE>(sums, w, block, rows, row); break;
-            default: add_block_int8<kInt8Rows, BITS, TABLE>(sums, w, block, rows, row); break;
+            case 1: add_block_int8<1, BITS, TABLE>(sums, w, block, rows, row, streams); break;
+            case 2: add_block_int8<2, BITS, TABLE>(sums, w, block, rows, row, streams); break;
+            case 3: add_block_int8<3, BITS, TABLE>(sums, w, block, rows, row, streams); break;
+            case 4: add_block_int8<4, BITS, TABLE>(sums, w, block, rows, row, streams); break;
+            case 5: add_block_int8<5, BITS, TABLE>(sums, w, block, rows, row, streams); break;
+            default: add_block_int8<kInt8Rows, BITS, TABLE>(sums, w, block, rows, row, streams); break;
         }
     };
     if (w.bits == 8) {

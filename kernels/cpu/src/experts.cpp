@@ -69,12 +69,13 @@ struct DotTile {
 #endif
 
 // Multiplies `count` rows, given by row_at(i), by one block. finish(i, sums) gets the 64 sums of row i. `after` is the block that this
-// thread takes next, or null; its lines are prefetched at an even rate, as in linear_bf16.cpp.
+// thread takes next, or null. Blocks are prefetched as in linear_bf16.cpp.
 template <typename Tile, typename T, typename RowAt, typename Finish>
 void run_block(int64_t count, RowAt&& row_at, const T* w, int64_t depth, const T* after, Finish&& finish) {
     constexpr int64_t kLine = 64 / sizeof(T);  // elements of a cache line
     const int64_t tiles = (count + kTileRows - 1) / kTileRows;
-    const int lines = tiles == 1 ? 0 : tiles <= 3 ? 2 : 1;
+    const T* const streamed = w + kStreamAhead / sizeof(T);
+    const int lines = tiles <= 3 ? 2 : 1;
     int64_t left = after != nullptr ? depth * kTileCols / kLine : 0;
     float sums[kTileRows * kTileCols];
     for (int64_t begin = 0, tile = 0; tile < tiles; ++tile) {
@@ -83,7 +84,7 @@ void run_block(int64_t count, RowAt&& row_at, const T* w, int64_t depth, const T
         with_rows(rows, [&]<int ROWS>() {
             const T* at[ROWS];
             for (int r = 0; r < ROWS; ++r) at[r] = row_at(begin + r);
-            Tile::template multiply<ROWS>(sums, at, w, depth, after, ahead);
+            Tile::template multiply<ROWS>(sums, at, w, depth, tiles == 1 ? streamed : after, tiles == 1 ? kTileCols / 16 : ahead);
         });
         for (int64_t r = 0; r < rows; ++r) finish(begin + r, sums + r * kTileCols);
         begin += rows;

@@ -49,7 +49,7 @@ struct ExactInputs {
         for (int64_t k = 0; k < depth; ++k) values[row * depth + k] = widen(x[k]);
     }
 
-    void sum(float (*sums)[kCodedColumns], const Coded& w, int64_t block, int64_t row, int64_t count) const {
+    void sum(float (*sums)[kCodedColumns], const Coded& w, int64_t block, int64_t row, int64_t count, bool) const {
         sum_block_exact(sums, w, block, values.data() + row * depth, count);
     }
 };
@@ -72,8 +72,8 @@ struct Int8Inputs {
         quantize_row(codes.data() + row * depth, scales.data() + first, totals.data() + first, x, depth, group);
     }
 
-    void sum(float (*sums)[kCodedColumns], const Coded& w, int64_t block, int64_t row, int64_t count) const {
-        sum_block_int8(sums, w, block, Int8Rows{codes.data(), scales.data(), totals.data()}, row, count);
+    void sum(float (*sums)[kCodedColumns], const Coded& w, int64_t block, int64_t row, int64_t count, bool is_first) const {
+        sum_block_int8(sums, w, block, Int8Rows{codes.data(), scales.data(), totals.data()}, row, count, is_first);
     }
 };
 #endif
@@ -84,7 +84,7 @@ void run_rows(const Inputs& inputs, const Coded& w, int64_t block, int64_t begin
     float sums[Inputs::kRows][kCodedColumns];
     for (int64_t row = begin; row < end; row += Inputs::kRows) {
         const int64_t count = std::min(Inputs::kRows, end - row);
-        inputs.sum(sums, w, block, row, count);
+        inputs.sum(sums, w, block, row, count, row == begin);
         for (int64_t r = 0; r < count; ++r) {
             finish_sums(sums[r], w, block, false);
             finish(row + r, sums[r]);

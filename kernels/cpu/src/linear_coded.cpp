@@ -31,8 +31,8 @@ struct CodedLinear {
     }
 };
 
-// Calls tile(row, count, block) for all rows and blocks, with at most `most` rows at a time. Rows are split between threads only if
-// there are too few blocks.
+// Calls tile(row, count, block, is_first) for all rows and blocks, with at most `most` rows at a time. is_first: whether the call is the
+// first one with the block. Rows are split between threads only if there are too few blocks.
 template <typename Tile> void for_each_tile(const CodedLinear& job, int64_t most, int threads, Tile&& tile) {
     const int64_t columns = job.gated ? kCodedColumns / 2 : kCodedColumns;
     const int64_t blocks = (job.width + columns - 1) / columns, tiles = (job.rows + most - 1) / most;
@@ -43,7 +43,7 @@ template <typename Tile> void for_each_tile(const CodedLinear& job, int64_t most
         const int64_t steps = (end - begin + most - 1) / most;
         for (int64_t row = begin, step = 0; step < steps; ++step) {
             const int64_t count = (end - row + steps - step - 1) / (steps - step);
-            tile(row, count, piece % blocks);
+            tile(row, count, piece % blocks, step == 0);
             row += count;
         }
     });
@@ -56,7 +56,7 @@ template <typename Convert> void for_each_row(const CodedLinear& job, int thread
 }
 
 void run_exact(const CodedLinear& job, const float* x, int threads) {
-    for_each_tile(job, kExactRows, threads, [&](int64_t row, int64_t count, int64_t block) {
+    for_each_tile(job, kExactRows, threads, [&](int64_t row, int64_t count, int64_t block, bool) {
         float sums[kExactRows][kCodedColumns];
         sum_block_exact(sums, job.w, block, x + row * job.w.depth, count);
         for (int64_t r = 0; r < count; ++r) job.finish(sums[r], row + r, block);
@@ -81,9 +81,9 @@ void run(const CodedLinear& job, const bf16* x, int threads) {
                      job.w.depth, job.w.group);
     });
     const Int8Rows rows{row_codes, row_scales, row_sums};
-    for_each_tile(job, kInt8Rows, threads, [&](int64_t row, int64_t count, int64_t block) {
+    for_each_tile(job, kInt8Rows, threads, [&](int64_t row, int64_t count, int64_t block, bool is_first) {
         float sums[kInt8Rows][kCodedColumns];
-        sum_block_int8(sums, job.w, block, rows, row, count);
+        sum_block_int8(sums, job.w, block, rows, row, count, is_first);
         for (int64_t r = 0; r < count; ++r) job.finish(sums[r], row + r, block);
     });
 }

@@ -7,6 +7,9 @@ namespace rootstock {
 
 constexpr int kTileRows = 6;   // 6 x 4 accumulators, 4 vectors of columns and a broadcast fit 32 registers
 constexpr int kTileCols = 64;
+// A tile that reads its block from memory prefetches this many bytes ahead, beyond the block's end from the next block. Without it,
+// some CPUs begin again at each page of 4 KB.
+constexpr int64_t kStreamAhead = 4096;
 
 // Calls work.template operator()<ROWS>() with rows, 1 to kTileRows, as a constant.
 template <typename Work> inline void with_rows(int64_t rows, Work&& work) {
