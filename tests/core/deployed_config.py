@@ -27,10 +27,13 @@ MODEL = LoadedInfo(
 
 
 def deployed_config(num_pages: int, page_size: int, context_len: int, vocab_size: int, **given: Any) -> SchedulerConfig:
-    """Returns the default configuration of a CPU worker with the given fields, which may be outside of the settings' ranges."""
+    """Returns the default configuration of a CPU worker with the given fields, which may be outside of the settings' ranges.
+
+    enable_mixed_chunk is False if it is not given, as on a GPU, so that a step has one kind of rows.
+    """
     return replace(_defaults(), num_pages=num_pages, page_size=page_size, context_len=context_len, vocab_size=vocab_size, **given)
 
 
 @cache
 def _defaults() -> SchedulerConfig:
-    return scheduler_config(resolved(of_values(WorkerSettings, {}), None), MODEL, bos_token_id=-1)
+    return scheduler_config(resolved(of_values(WorkerSettings, {"enable_mixed_chunk": False}), None), MODEL, bos_token_id=-1)

@@ -75,6 +75,7 @@ def _settings(args: argparse.Namespace) -> WorkerSettings:
         "adaptive_chunk_rows": 0,
         "adaptive_chunk_s": 0.0,
         "max_extend_steps": 0,
+        "enable_mixed_chunk": False,
         "enable_radix_cache": False,
     }
     return resolved(of_values(WorkerSettings, given), None)
