@@ -206,11 +206,11 @@ def _watchdog(settings: WorkerSettings, pulse: Pulse, health: grpc_server.Health
 
     def on_hang() -> None:
         life.hung()
-        _from_thread(loop, health, live=False)
+        _report_liveness(loop, health, life)
 
     def on_recover() -> None:
-        if life.recovered():
-            _from_thread(loop, health, live=True)
+        life.recovered()
+        _report_liveness(loop, health, life)
 
     return Watchdog(pulse, settings.watchdog_timeout_s, on_hang, on_recover)
 
@@ -221,7 +221,7 @@ def _on_lost(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService,
     def on_lost(sentence: str) -> None:
         logger.critical("%s", sentence)
         life.lost_device()
-        _from_thread(loop, health, live=False)
+        _report_liveness(loop, health, life)
 
     return on_lost
 
@@ -358,8 +358,13 @@ def _pod_cost(settings: WorkerSettings, load_report: LoadReport) -> PodCost | No
     return PodCost(lambda: pod_patch(settings.pod_namespace, settings.pod_name), lambda: load_report.num_requests)
 
 
-def _from_thread(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService, live: bool) -> None:
-    asyncio.run_coroutine_threadsafe(health.set_live(live), loop)
+def _report_liveness(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService, life: WorkerLife) -> None:
+    """Sets liveness on the asyncio loop. The state is read there, so that the last change of any thread counts."""
+
+    async def report() -> None:
+        await health.set_live(not life.is_hung)
+
+    asyncio.run_coroutine_threadsafe(report(), loop)
 
 
 def _publisher(settings: WorkerSettings, info: worker_pb2.WorkerInfo, registry: CollectorRegistry) -> IndexPublisher | None:

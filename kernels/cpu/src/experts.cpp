@@ -74,7 +74,7 @@ template <typename Tile, typename T, typename RowAt, typename Finish>
 void run_block(int64_t count, RowAt&& row_at, const T* w, int64_t depth, const T* after, Finish&& finish) {
     constexpr int64_t kLine = 64 / sizeof(T);  // elements of a cache line
     const int64_t tiles = (count + kTileRows - 1) / kTileRows;
-    const T* const streamed = w + kStreamAhead / sizeof(T);
+    const T* const own = w + kStreamAhead / sizeof(T);  // for a single tile
     const int lines = tiles <= 3 ? 2 : 1;
     int64_t left = after != nullptr ? depth * kTileCols / kLine : 0;
     float sums[kTileRows * kTileCols];
@@ -84,7 +84,7 @@ void run_block(int64_t count, RowAt&& row_at, const T* w, int64_t depth, const T
         with_rows(rows, [&]<int ROWS>() {
             const T* at[ROWS];
             for (int r = 0; r < ROWS; ++r) at[r] = row_at(begin + r);
-            Tile::template multiply<ROWS>(sums, at, w, depth, tiles == 1 ? streamed : after, tiles == 1 ? kTileCols / 16 : ahead);
+            Tile::template multiply<ROWS>(sums, at, w, depth, tiles == 1 ? own : after, tiles == 1 ? kTileCols / 16 : ahead);
         });
         for (int64_t r = 0; r < rows; ++r) finish(begin + r, sums + r * kTileCols);
         begin += rows;

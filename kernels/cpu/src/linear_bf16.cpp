@@ -85,13 +85,13 @@ void run_tile(const Linear& job, int64_t row, int64_t block, Ahead ahead) {
 template <Finish FINISH>
 void run_block(const Linear& job, int64_t begin, int64_t end, int64_t block, const bf16* after) {
     const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, pairs = job.depth / 2;
-    const bf16* const streamed = job.w + block * kTileCols * job.depth + kStreamAhead / sizeof(bf16);
+    const Ahead own{job.w + block * kTileCols * job.depth + kStreamAhead / sizeof(bf16), kVectors};  // for a single tile
     const int lines = tiles <= 3 ? 2 : 1;
     int64_t left = after != nullptr ? kVectors * pairs : 0;
     for (int64_t row = begin, tile = 0; tile < tiles; ++tile) {
         const int64_t count = (end - row + tiles - tile - 1) / (tiles - tile);
-        const Ahead ahead = tiles == 1 ? Ahead{streamed, kVectors} : Ahead{after, left > 0 ? lines : 0};
-        with_rows(count, [&]<int ROWS>() { run_tile<ROWS, FINISH>(job, row, block, ahead); });
+        const Ahead ahead{after, left > 0 ? lines : 0};
+        with_rows(count, [&]<int ROWS>() { run_tile<ROWS, FINISH>(job, row, block, tiles == 1 ? own : ahead); });
         row += count;
         left -= ahead.lines * pairs;
         after += ahead.lines * pairs * 32;

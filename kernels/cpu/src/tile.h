@@ -7,8 +7,8 @@ namespace rootstock {
 
 constexpr int kTileRows = 6;   // 6 x 4 accumulators, 4 vectors of columns and a broadcast fit 32 registers
 constexpr int kTileCols = 64;
-// A tile that reads its block from memory prefetches this many bytes ahead, beyond the block's end from the next block. Without it,
-// some CPUs begin again at each page of 4 KB.
+// Number of bytes by which a tile that reads its block from memory prefetches ahead of its loads. At the block's end, these bytes
+// belong to the next block. Without these prefetches, the prefetcher of some CPUs stops at the end of each page of 4 KB.
 constexpr int64_t kStreamAhead = 4096;
 
 // Calls work.template operator()<ROWS>() with rows, 1 to kTileRows, as a constant.

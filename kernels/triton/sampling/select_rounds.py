@@ -81,7 +81,7 @@ def measure(source, first, last, vocab_size, peak, temperature, pivots, low, hig
 
     Returns:
         int32[PIVOTS] and int64[PIVOTS]: number and total mass of the tokens whose key is at most each pivot. Then the smallest
-        key above `low`, or NO_KEY if there is none, and the largest key up to `high`, or -1 if there is none.
+        key above `low`, or NO_KEY without such a key, and the largest key up to `high`, or -1 without such a key.
     """
     counts = tl.zeros((PIVOTS, TILE), tl.int32)
     masses = tl.zeros((PIVOTS, TILE), tl.int64)

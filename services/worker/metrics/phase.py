@@ -1,7 +1,7 @@
 """The phase of this worker as a metric, which is available before the model is loaded.
 
-The asyncio thread, the watchdog's thread and the thread that finds the device lost write WorkerLife, one plain attribute at a
-time, without a lock. Scrapes read it.
+The asyncio thread, the watchdog's thread and the thread that finds the device lost write WorkerLife, each its own attributes,
+without a lock. Scrapes read it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class WorkerLife:
         self._begun = clock()
         self.cold_start_s: float | None = None  # seconds from the creation of this object to ready(); None before ready()
         self.phase = WorkerPhase.LOADING
-        self.is_hung = False  # whether a step hangs, or the device is lost
-        self._has_device = True
-        self.hangs = 0  # number of hangs and losses of the device since the start
+        self._hangs = False  # whether a step hangs; the watchdog's thread writes it
+        self._num_hangs = 0  # number of hangs since the start; the watchdog's thread writes it
+        self._lost_device = False  # True after the device was lost: only a new process can use it again
 
     def ready(self) -> None:
         self.phase = WorkerPhase.READY
@@ -42,17 +42,25 @@ class WorkerLife:
         self.phase = WorkerPhase.DRAINING
 
     def hung(self) -> None:
-        self.is_hung = True
-        self.hangs += 1
+        self._hangs = True
+        self._num_hangs += 1
 
-    def recovered(self) -> bool:
-        """Ends a hang. Returns False, and changes nothing, if the device is lost: only a new process can use it again."""
-        self.is_hung = not self._has_device
-        return self._has_device
+    def recovered(self) -> None:
+        """Records that the step that hung has ended."""
+        self._hangs = False
 
     def lost_device(self) -> None:
-        self._has_device = False
-        self.hung()
+        self._lost_device = True
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a step hangs, or the device is lost."""
+        return self._hangs or self._lost_device
+
+    @property
+    def hangs(self) -> int:
+        """Number of hangs and losses of the device since the start."""
+        return self._num_hangs + self._lost_device
 
 
 def _phases(life: WorkerLife) -> dict[tuple[str, ...], float]:
