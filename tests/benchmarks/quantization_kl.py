@@ -74,9 +74,8 @@ def main() -> None:
         found = logprobs(options.model, form, drawn, options.threads)
         divergence = (np.exp(exact) * (exact - found)).sum(axis=1)
         same = (exact.argmax(axis=1) == found.argmax(axis=1)).mean()
-        print(
-            f"{form:>10}: mean {divergence.mean():.5f}, p99 {np.percentile(divergence, 99):.5f}, same most likely token {same:.2%}"
-        )
+        most = np.percentile(divergence, 99)
+        print(f"{form:>10}: mean {divergence.mean():.5f}, p99 {most:.5f}, same most likely token {same:.2%}", flush=True)
 
 
 if __name__ == "__main__":
