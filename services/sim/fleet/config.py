@@ -87,7 +87,7 @@ class FleetConfig:
         return 0 if self.roles is None else self.roles.prefill_workers
 
     def scheduler_of(self, row: int) -> SchedulerConfig:
-        """Returns the scheduler configuration of the worker in this row."""
+        """Returns the scheduler configuration of the worker with the index `row` in the fleet."""
         if self.roles is None or row < self.roles.prefill_workers:
             return self.scheduler
         page_bytes = self.roles.kv_bytes_per_token * self.scheduler.page_size

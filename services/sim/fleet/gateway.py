@@ -131,6 +131,8 @@ class FleetGateway:
     ) -> None:
         """Creates a gateway that sees every worker as unusable until worker_up().
 
+        A row is the index of a worker in the fleet, and in the gateway's WorkerColumns.
+
         Args:
             number: the gateway's number at the workers.
             policy: name of the routing policy.
@@ -138,8 +140,9 @@ class FleetGateway:
             trace: the trace, whose indexes are the request handles.
             script: token ids of the trace.
             clock: clock of the fleet.
-            send: sends a message to a row; the flag is whether another worker decodes the request after its first token.
-            send_prefetch: sends a prefetch message to a row.
+            send: sends a message to the worker of a row; the flag is whether another worker decodes the request after its first
+                token.
+            send_prefetch: sends a prefetch message to the worker of a row.
             placed: called per placement with (index, pick, whether the request had been sent before).
             on_output: called with each worker's output after the gateway has processed it.
         """

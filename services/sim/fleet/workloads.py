@@ -34,9 +34,9 @@ def multi_turn(size: int, rate: float, seed: int) -> Trace:
 
 
 def long_prompts(size: int, rate: float, seed: int) -> Trace:
-    """Makes 128 requests per worker, a quarter of which have prompts of 4096 tokens and short outputs.
+    """Makes 128 requests per worker, a quarter of which have prompts of about 4096 tokens and outputs of about 64 tokens.
 
-    The others have short prompts and longer outputs.
+    The others have prompts and outputs of about 256 tokens.
     """
     return workloads.two_lengths(128 * size, 0.25, (4096, 64), (256, OUTPUT), 0.25, rate, seed)
 

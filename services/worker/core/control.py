@@ -147,7 +147,7 @@ class SchedulerControl:
             tiers: the tiers whose pages are forgotten.
 
         Returns:
-            The number of forgotten pages in the device and host tiers.
+            The number of freed device pages and forgotten host pages. Device pages in use are not counted.
         """
         scheduler, pages = self._scheduler, 0
         if Tier.DEVICE in tiers:

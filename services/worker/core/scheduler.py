@@ -76,7 +76,7 @@ class Scheduler:
             book: compiled grammars; None if the worker offers no structured output.
             events: log of cached blocks; None if no prefix index reads it.
             revision: revision of the weights; empty if the weights have no revision.
-            keys: maker of page keys; None if the worker has no tiers below the device.
+            keys: maker of page keys; None if the worker has no tiers below the device and reads no other workers.
         """
         others = config.host_pages > 0 or config.reads_peers
         assert keys is not None or not others, "a worker with tiers has page keys"
@@ -293,7 +293,7 @@ class Scheduler:
         return operations
 
     def ended(self, fact: Fact, now: float) -> None:
-        """Applies a fact: the end of an operation, or changes of the storage tier."""
+        """Applies a fact of the executor: the end of an operation, or changes of the storage tier."""
         assert self.tiers is not None, "only workers with tiers have facts"
         if self.tiers.ended(fact, now):
             self.queues.batch_is_full = False

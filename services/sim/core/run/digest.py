@@ -55,7 +55,7 @@ def _table_updates(plan: BatchPlan) -> list[tuple[int, int, list[int]]] | dict[s
         return pages
     windows = _sorted_updates(plan.window_slots, plan.window_firsts, plan.window_counts, plan.window_units)
     states = [plan.state_before, plan.state_after, plan.state_cuts, plan.state_at_cut]
-    states += [plan.state_starts] if len(plan.drafts) else []  # without draft tokens, they equal `starts`
+    states += [plan.state_starts] if len(plan.drafts) else []  # without draft tokens, state_starts equals `starts`
     return {"pages": pages, "windows": windows, "states": states}
 
 

@@ -19,7 +19,7 @@ STEP_COLUMNS = (
     "mode",  # ForwardMode
     "rows",  # number of rows
     "prefill_tokens",  # tokens of the extend rows
-    "planned",  # time of planning; the following columns have the values at that time
+    "planned",  # time of planning; the following columns have the values directly after the planning
     "running",  # running requests
     "waiting",  # waiting requests
     "pages_in_use",  # pages that are leased, or cached and pinned
@@ -64,7 +64,7 @@ class StepLog:
         return self._rows[: self._count, STEP_COLUMNS.index(name)]
 
     def throughput(self, begin: float, end: float) -> float:
-        """Returns output tokens per second that were committed between begin and end."""
+        """Returns the mean number of output tokens that were committed per second between two times."""
         at = np.interp([begin, end], self.column("planned"), self.column("generated"))
         return float(at[1] - at[0]) / (end - begin)
 

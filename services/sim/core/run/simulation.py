@@ -19,7 +19,7 @@ from rootstock_llm.services.worker.core.contracts.counters import StepStats
 from rootstock_llm.services.worker.core.control import SchedulerControl
 from rootstock_llm.services.worker.exec.fake import TimeModel
 
-MAX_STUCK_TURNS = 100_000
+MAX_STUCK_TURNS = 100_000  # consecutive loop iterations without a step after which the run fails
 
 
 class SimulationError(RuntimeError):

@@ -92,7 +92,7 @@ class Fit:
     """A fitted time model and its quality."""
 
     model: TimeModel
-    steps: int
+    steps: int  # number of measured steps
     r2: float  # share of the variance of the durations that the model explains
     # Quantiles of |predicted - measured| / measured.
     residual_p50: float
@@ -125,7 +125,8 @@ def fit_time_model(timings: Sequence[StepTiming]) -> Fit:
 def nonnegative_least_squares(a: F64, b: F64) -> F64:
     """Returns the vector `x` >= 0, float64[n], that minimises `|a x - b|` for `a`, float64[m, n].
 
-    Solves every subset of columns, so `n` must be small, and returns the best solution without negative numbers.
+    Solves the problem for every subset of the columns, so `n` must be small, and returns the best solution without negative
+    numbers.
     """
     scale = np.linalg.norm(a, axis=0)
     scale[scale == 0] = 1.0
@@ -175,7 +176,7 @@ class MeasureShape:
         return 2 * max(self.batches) * (max(self.prompts) + self.output)
 
     def rounds(self, capacity: int, context_len: int) -> list[tuple[int, int]]:
-        """Returns the (batch, prompt) pairs that fit a KV pool of `capacity` tokens and the context."""
+        """Returns the (batch, prompt) pairs that fit the context, and whose KV takes at most half of `capacity` tokens."""
         pairs = itertools.product(self.batches, self.prompts)
         return [(b, p) for b, p in pairs if 2 * b * (p + self.output) <= capacity and p + self.output <= context_len]
 

@@ -42,7 +42,8 @@ def states_per_slot(max_drafts: int) -> int:
 def draft_window_tokens(max_drafts: int) -> int:
     """Returns the number of tokens beyond the window for which a decode row needs window units because of draft tokens.
 
-    These are the tokens of the step in flight, the tokens of the next step, and the accepted tokens after the kept page end.
+    These are the tokens of the step in flight, the tokens of the next step, and the accepted tokens after the page end whose
+    window the slot keeps.
     """
     return 3 * (max_drafts + 1) if max_drafts else 0
 

@@ -17,7 +17,7 @@ from rootstock_llm.services.worker.core.contracts.graph_limits import GraphLimit
 from rootstock_llm.services.worker.core.contracts.transfers import WritePolicy
 
 GB = 10**9
-UNCHUNKED = -1  # SGLang's chunked_prefill_size for prompts that are never cut into chunks; this scheduler treats it as 0
+UNCHUNKED = -1  # SGLang's chunked_prefill_size for prompts that are never cut into chunks; SchedulerConfig has 0 in its place
 
 
 class SchedulePolicy(enum.StrEnum):

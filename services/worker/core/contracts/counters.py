@@ -123,9 +123,9 @@ class StepStats:
         float,
         ExportedAs(
             "rootstock_worker_expert_balancedness",
-            "Balance of the experts since the last expert distribution record began: mean rows of an expert divided by the"
-            " largest rows of an expert, as a mean over the sparse layers. 1: all experts compute equally many rows. 0: no rows"
-            " yet.",
+            "Balance of the experts since the last expert distribution record began: mean number of rows of a layer's experts"
+            " divided by their largest number, as a mean over the sparse layers. 1: all experts compute equally many rows. 0: no"
+            " rows yet.",
         ),
     ] = 0.0
     window_units: Annotated[
@@ -209,7 +209,11 @@ class StepStats:
         ),
     ] = 0
     storage_bytes: Annotated[
-        int, ExportedAs("rootstock_worker_storage_bytes", "Bytes of the pages in the storage tier that this worker can read.")
+        int,
+        ExportedAs(
+            "rootstock_worker_storage_bytes",
+            "Bytes of the storage tier: of all files on the disk, or of the pages in Redis that this worker can read.",
+        ),
     ] = 0
     storage_salts: Annotated[int, ExportedAs("rootstock_worker_storage_salts", "Cache salts with KV in the storage tier.")] = 0
     storage_over_quota_pages_total: Annotated[
@@ -283,7 +287,7 @@ class StepStats:
         ),
     ] = 0.0
     # Estimates for a prefix of LOOKED_AT_PAGES pages (core/tiers/tiers.py).
-    pulls_lose: bool = False  # whether reading it from the fastest remote worker is slower than computing it
+    pulls_lose: bool = False  # whether reading the prefix from the fastest remote worker is slower than computing it
     # Share (0 to 1) of the prefix's computing time that a read from the tier saves; None: no step was measured yet.
     host_saves: float | None = None
     storage_saves: float | None = None

@@ -77,7 +77,7 @@ class Submit:
     session: SessionTurn | None = None  # not with output_ids, hand_over or source
     output_ids: tuple[int, ...] = ()  # output that another worker sampled; the request continues after it
     revision: str = ""  # model version that must compute the request; empty for any
-    tenant: bytes = b""  # tenant whose share pays for the prompt tokens; empty for none
+    tenant: bytes = b""  # tenant against whose fair share the prompt tokens count, see shares.py; empty for none
     batch: int = 0  # number of a batch of prompts from this gateway stream; 0 for a single prompt
     weight: float = 1.0  # weight of the tenant's share, above 0
     # Page keys, computed by the thread that reads gateway messages. None: the core computes them.
@@ -110,7 +110,10 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class PagesReady:
-    """Reports to a gateway that the first `num_pages` pages of a prompt can be read from the reservation."""
+    """Reports that the first `num_pages` pages of a prompt can be read from the reservation.
+
+    A prefill worker sends it to the gateway, which sends it to the decode worker that prefetches the pages.
+    """
 
     handle: int
     reservation: KvReservation
@@ -183,7 +186,7 @@ class Finish:
 
 @dataclass(slots=True)
 class PeerOutput:
-    """The outputs of one step for one gateway, in parallel columns: the request handles[i] has counts[i] new tokens."""
+    """The outputs of one step for one gateway stream, in parallel columns: the request handles[i] has counts[i] new tokens."""
 
     peer: int
     handles: list[int] = field(default_factory=list)
@@ -215,7 +218,7 @@ class TraceKind(enum.StrEnum):
     QUEUED = "queued"  # prompt tokens
     GATED = "gated"  # prompt tokens; the request waits until its grammar is compiled
     UNGATED = "ungated"  # always 0
-    IMPORTING = "importing"  # most tokens that a prefix hit can cover, some of which another tier or worker may have
+    IMPORTING = "importing"  # largest number of tokens that a prefix hit can cover; another tier or worker may have some of them
     IMPORTED = "imported"  # prompt tokens whose KV was read from another tier
     ADMITTED = "admitted"  # tokens that a prefix hit covered
     PREFILLED = "prefilled"  # tokens with KV after the request's last chunk, which has just been planned

@@ -17,8 +17,8 @@ from rootstock_llm.services.worker.core.contracts.grammar import GrammarSpec
 from rootstock_llm.services.worker.core.contracts.transfers import PageOperation
 
 I32 = NDArray[np.int32]
-# Largest number of tokens of a decode step with draft tokens, including these. Up to this number, reading the weights dominates
-# the time of a step, so that draft tokens add little time.
+# Largest number of tokens of a decode step that has draft tokens; the draft tokens count. Up to this number, reading the weights
+# dominates the time of a step, so that draft tokens add little time.
 VERIFIED_TOKENS = 16
 # Output tokens per message to the gateway.
 DEFAULT_STREAM_INTERVAL = 1  # for requests that stream and name no interval
@@ -147,7 +147,7 @@ class BatchPlan:
     # Tokens of the extend rows, flat, in row order. A decode row takes its one input token from FutureMap[slot].
     input_ids: I32
     # bool[rows], whether the row has the request's last known token, so that the next token is sampled; False for all chunks of a
-    # prompt but the last. For requests that do not sample (SamplingParams.samples), no token is sampled even if it is True.
+    # prompt but the last. For requests that do not sample (SamplingParams.samples), no token is sampled even if `sample` is True.
     sample: NDArray[np.bool_]
     mask_rows: I32  # rows with `sample` set that need a grammar mask for sampling
     prompt_logprob_rows: I32  # extend rows with logprobs of prompt tokens

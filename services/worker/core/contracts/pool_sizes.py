@@ -11,7 +11,7 @@ from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup
 
 
 class PoolTooSmall(ValueError):
-    """Raised if the free memory cannot hold a page, or the pages or units of one request with the configured context."""
+    """Raised if the free memory cannot hold a page, the pages or units of one request, or max_mamba_cache_size states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ class CacheShape:
         """Returns the sizes of pools that take at most `budget` bytes.
 
         Raises:
-            PoolTooSmall: the units of one request do not fit. The message names the group and the bytes.
+            PoolTooSmall: the units of one request, or max_mamba_cache_size states, do not fit. The message names the units and
+                the bytes.
         """
         assert self.page_cost > 0, "a token takes memory in some layer"
         budget = max(budget, 0)

@@ -1,10 +1,10 @@
-"""Operations that move pages outside of the forward stream, and the facts that report their ends.
+"""Operations that move pages outside of the forward stream, and the facts: the executor's reports that an operation has ended.
 
 A plan carries operations. The executor begins an operation when every step launched before that plan has ended, and reports
-exactly one fact when the operation ends. Until then, device pages that the operation writes are quarantined, and pages that it
-reads are pinned. The fact of a load from the host may precede the load's last bytes; later steps then wait for these bytes on the
-device. Columns are numpy int32, parallel to `keys` unless they are empty. docs/design/scheduler.md#operations-and-facts has the
-rules.
+exactly one fact of the operation when it ends. Only the fact of a load from the host may come earlier (`early`), before the
+load's last bytes; later steps then wait for these bytes on the device. Until the fact, device pages that the operation writes are
+quarantined, and pages that it reads are pinned. Columns are numpy int32, parallel to `keys` unless they are empty.
+docs/design/scheduler.md#operations-and-facts has the rules.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PageOperation:
 class Selection:
     """A selection of the storage tier's pages, for a deletion."""
 
-    tag: bytes | None = None  # tag of the pages' salt, or None to select every salt
+    tag: bytes | None = None  # digest of the pages' salt, see PageKeys.tag(); None to select every salt
     older_than_s: float | None = None  # smallest age in seconds by the wall clock, or None to select pages of every age
 
 
@@ -128,7 +128,7 @@ class Deleted:
 class StorageUse:
     """The size of a storage when it was last measured, and its counters since it was opened."""
 
-    num_bytes: int = 0  # bytes of all pages and their metadata
+    num_bytes: int = 0  # bytes of all files on the disk, or of the pages in Redis that this worker can read
     num_salts: int = 0  # salts with a page in the storage
     over_quota_pages: int = 0  # pages that were removed because of the quota of a salt
     deleted_pages: int = 0  # pages that operators deleted

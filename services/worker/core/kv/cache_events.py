@@ -1,8 +1,8 @@
 """The events for the prefix index: newly cached blocks, blocks that moved to another tier or were evicted, and resets.
 
 A block has BLOCK_TOKENS tokens. Its name is a hash over its tokens and the name of the previous block, so that no token ids leave
-the worker. On the device, a block belongs to the tree edge with its last token. It is removed with this edge, because eviction
-removes suffixes first. TierBlocks reports the blocks of the lower tiers.
+the worker. On the device, a block belongs to the tree edge with its last token, and is removed with this edge. Eviction removes
+suffixes first, so that the tree has the block's other tokens until then. TierBlocks reports the blocks of the lower tiers.
 
 With cache groups, a prefix hit ends only at page ends that have the units of all groups. HitEnds reports such page ends as
 marks of blocks.

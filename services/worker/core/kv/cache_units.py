@@ -1,9 +1,9 @@
 """The units of the cache groups beside full attention: KV of windowed layers, and states of recurrent layers.
 
 A page of tokens may have one unit in each group. In a WINDOW group, the unit has the keys and values of the page's tokens; in a
-STATE group, it is the state after the page's last token. A unit moves with its page when the page is published or split, and is
-freed at the latest when the page is evicted. A prefix hit ends at a page end at which every group has the units that the next
-token reads. The units of running requests are in SlotWindows and SlotStates.
+STATE group, it is the state after the page's last token. A unit moves with its page when the page is published or its tree node
+is split, and is freed at the latest when the page is evicted. A prefix hit ends at a page end at which every group has the units
+that the next token reads. The units of running requests are in SlotWindows and SlotStates.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CacheUnits:
             max_chunk: largest number of tokens of a chunk.
             max_drafts: largest number of draft tokens of a decode row.
             keeps_ends: whether slots keep the units of page ends for hits. False if nothing is cached.
-            on_lost: called with a node that has lost a unit by eviction.
+            on_lost: called with a node that stays in the tree and has lost a unit.
             events: log of the page ends at which hits can end; None if no prefix index reads it.
         """
         kinds = [group.kind for group in groups]
@@ -304,7 +304,7 @@ class CacheUnits:
             self.slot_states.reject(slots, rejected)
 
     def drop_row(self, slot: int, num_committed: int) -> None:
-        """Undoes the states of a slot's decode row in flight, if they have tokens after the first `num_committed`.
+        """Undoes the states of a slot's decode row in flight, if they cover more tokens than the first `num_committed`.
 
         Called between the plan of the row and the next plan, because a grammar has replaced the tokens.
         """
@@ -319,8 +319,9 @@ class CacheUnits:
     def leave_decode(self, slots: I64, planned: I64, committed: I64, num_pages: I32, num_shared: I32) -> bool:
         """Frees and unpins the window units that decode rows no longer need.
 
-        A row keeps the window of its last committed page end. The row's position may be one token after this page end. The
-        planned position assumes that all draft tokens in flight are accepted, so that the smallest possible position decides.
+        A row keeps the window before its last page end whose tokens are all committed. One planned token of a row may be in
+        flight; this page end is therefore at most at `planned` - 1. If draft tokens are in flight, it is also at most at
+        `committed`, because they may be rejected.
 
         Args:
             slots: int64[n].

@@ -103,7 +103,7 @@ class Lease:
 
 
 class TableWrites:
-    """The writes to a table of the slots since the last plan."""
+    """The writes to the page tables, or to the window tables, of all slots since the last plan."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -237,12 +237,12 @@ class KVMemory:
         return node, num_pages * self.page_size
 
     def cached(self, namespace: str, key: bytes, limit: int) -> tuple[TreeNode | None, int]:
-        """Returns the same as peek(), but ignores which units of cache groups are missing."""
+        """Returns the same as peek(), but as if no units of cache groups were missing."""
         node, num_pages = self.tree.peek(namespace, key, self._usable(len(key), limit))
         return node, num_pages * self.page_size
 
     def match_cached(self, namespace: str, key: bytes, limit: int) -> TreeNode:
-        """Returns the same as match(), but ignores which units of cache groups are missing."""
+        """Returns the same as match(), but as if no units of cache groups were missing."""
         return self.tree.match(namespace, key, self._usable(len(key), limit))
 
     def note_branch(self, namespace: str, key: bytes, limit: int) -> int:

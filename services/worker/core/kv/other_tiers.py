@@ -15,7 +15,7 @@ RequestKey = tuple[int, int]
 
 
 class PeerSource(Protocol):
-    """The fields of a KV reservation in another worker that this package uses. KvSource implements this interface."""
+    """A KV reservation in another worker, as far as core/kv uses it. KvSource implements this interface."""
 
     @property
     def reservation(self) -> object:
@@ -40,16 +40,16 @@ class Wanted:
     keys: list[bytes] = field(
         default_factory=list
     )  # page keys of the prompt's first pages; further keys are computed when needed
-    arrived: Counter[str] = field(default_factory=Counter)  # pages that arrived while the request waited, by tier
+    arrived: Counter[str] = field(default_factory=Counter)  # pages that arrived while the request or prefetch waited, by tier
     end: int = 0  # page end up to which pages and units are read now; 0: not chosen yet
     hit: int = 0  # pages of the prefix hit when `end` was chosen
     num_rows: int = 0  # pages and parts of units that were missing when `end` was chosen; 0 without cache groups
-    # With cache groups: pages that arrived and of which no hit may exist yet, by tier.
+    # With cache groups: pages that arrived, by tier. They move to `arrived` when the prefix hit reaches `end`.
     unused: Counter[str] = field(default_factory=Counter)
     num_unit_reads: int = 0  # number of times that reads of units began
     # Page end at which `source` has the units that the next token reads; 0 without a source.
     source_end: int = 0
-    given_up: bool = False  # whether no further operation begins for it, so that the next plan() ends the wait
+    given_up: bool = False  # whether no further operation begins for the prompt, so that the next plan() ends the wait
     source: PeerSource | None = None  # reservation in another worker with the prompt's first pages; None: there is none
     is_prefetch: bool = False  # whether the pages are for a prefetch, whose request has not arrived
 

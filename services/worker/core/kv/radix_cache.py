@@ -4,9 +4,10 @@ Token keys are int32 token ids as bytes, cut at page boundaries. A cached page i
 otherwise. Locks and holds are counted along the whole path to the root, so that an unlocked node has no locked descendant.
 Unlocked leaves are evicted in the order of the policy. Recency is a counter, not a time. KVMemory is the owner.
 
-Each namespace and revision of the weights has a separate tree, whose name consists of both. After a replacement of the weights,
-requests therefore do not find pages of the old weights. When a salt is deleted, its trees are retired. A retired tree gets a new
-name, so that later requests do not find it, and its pages are not copied to other tiers.
+Each namespace and revision of the weights has a separate tree, whose name consists of both. Arguments called `namespace` are such
+names. After a replacement of the weights, requests therefore do not find pages of the old weights. When a salt is deleted, its
+trees are retired. A retired tree gets a new name, so that later requests do not find it, and its pages are not copied to other
+tiers.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class RadixCache:
         self.num_locks = 0  # calls of lock() that unlock() has not undone
 
     def root(self, namespace: str) -> TreeNode:
-        """Returns the root of a namespace, creating it if needed. A root has no pages and is never evicted."""
+        """Returns the root of a tree, creating it if needed. A root has no pages and is never evicted."""
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = TreeNode(None, namespace.encode(), _NO_PAGES, 0)
@@ -107,9 +108,9 @@ class RadixCache:
         return node
 
     def forget_empty(self) -> None:
-        """Forgets empty namespaces, so that they do not accumulate.
+        """Forgets empty trees, so that they do not accumulate.
 
-        After this call, the caller must not use a root that it got before and has neither locked nor held. The namespace may have
+        After this call, the caller must not use a root that it got before and has neither locked nor held. The tree may have
         another root by then, and pages that are inserted below the forgotten root would be lost.
         """
         for root in self._empty_roots:
@@ -118,13 +119,13 @@ class RadixCache:
         self._empty_roots.clear()
 
     def names(self) -> list[str]:
-        """Returns the names of all namespaces."""
+        """Returns the names of all trees."""
         return list(self._roots)
 
     def retire(self, namespace: str, name: str) -> None:
-        """Renames a namespace to `name` (see retired_name), so that later requests find nothing in it.
+        """Renames the tree `namespace` to `name` (see retired_name), so that later requests find nothing in it.
 
-        The next forget_retired() drops the unlocked nodes of the namespace, including nodes with holds.
+        The next forget_retired() drops the unlocked nodes of the tree, including nodes with holds.
         """
         root = self._roots.pop(namespace, None)
         if root is None:
@@ -140,7 +141,7 @@ class RadixCache:
         return bool(self._retired)
 
     def forget_retired(self) -> list[I32]:
-        """Drops the unlocked nodes of retired namespaces. Returns their pages."""
+        """Drops the unlocked nodes of retired trees. Returns their pages."""
         freed: list[I32] = []
         for root in self._retired:
             for leaf in _leaves_below(root):
@@ -214,7 +215,7 @@ class RadixCache:
             key: the tokens as bytes, in whole pages.
             pages: int32[n], the pages of the tokens.
             rank: rank of the request.
-            page_keys: known page keys, from the first page on.
+            page_keys: known page keys of `pages`, from the first of them on.
 
         Returns:
             The node at the end of the tokens, and the tree's pages for the tokens as int32[n]. If the tree had some of the tokens

@@ -106,7 +106,7 @@ class SlotWindows:
         self._first[slot] = first
 
     def behind(self, slots: I64, first: I64) -> list[int]:
-        """Returns the indices in `slots` of the slots with units before the page `first`, int64[n]."""
+        """Returns the index in `slots` of each slot with a unit before its page in `first` (int64[n])."""
         return np.flatnonzero(first > self._first[slots]).tolist()
 
     def first_to_keep(self, slots: I64, planned: I64, num_pages: I32) -> I64:

@@ -1,4 +1,4 @@
-"""A node of the radix tree. RadixCache writes it; CacheEventLog and the backups write only the fields for their own use."""
+"""A node of the radix tree. RadixCache writes it; the event log, the cache units and the backups write only their own fields."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TreeNode:
     offered: bool = False  # whether the node is in the backup queue
     backed: bool = False  # whether a lower tier has the whole node
     entry: int = 0  # number of the node's valid entry in the eviction queue; 0: the queue has no valid entry for the node
-    gone: bool = False  # whether the node was evicted
+    gone: bool = False  # whether the node has left the tree
 
 
 def backwards(end: TreeNode, first: int, stop: int | None = None) -> list[tuple[TreeNode, int, int]]:

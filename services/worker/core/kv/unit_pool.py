@@ -27,8 +27,8 @@ class UnitPool:
         Args:
             num_units: number of units.
             index: index of the group, and of its units in TreeNode.units.
-            on_lost: called with a node that has lost a unit by eviction.
-            on_disowned: called with (index of the group, unit) when a cached page has lost its unit.
+            on_lost: called with a node that stays in the tree and has lost a unit.
+            on_disowned: called with (index of the group, unit) when a page has lost its unit, or has left the tree with it.
         """
         self.num_units, self.index = num_units, index
         self._on_lost, self._on_disowned = on_lost, on_disowned

@@ -96,7 +96,8 @@ class Intake:
     def take_given(self, request: Request) -> Finish | None:
         """Applies the given output of a request as if its last token had just been sampled.
 
-        If the request has a grammar, its matcher must be set. The matcher accepts the tokens that GrammarGate.replay() has left.
+        If the request has a grammar, its matcher must be set. The matcher accepts the tokens that it has not accepted in
+        GrammarGate.replay().
 
         Returns:
             The ending, or None if the request continues.
@@ -116,7 +117,7 @@ class Intake:
         """Applies one token to one request.
 
         Returns:
-            The ending, or None if the request continues, and whether its grammar has added tokens.
+            The ending, or None if the request continues; and whether its grammar has added tokens.
         """
         one, here = np.array([token], dtype=np.int32), np.array([row], dtype=np.int64)
         endings, jumped = self.take([request], one, np.ones(1, dtype=np.bool_), here, result)
@@ -341,9 +342,9 @@ class Committer:
                 self._lifecycle.end(step.requests[row], ending, now)
 
     def _commit_lengths(self, step: Step, run: TokenRuns, live: Mask, sound: Mask) -> None:
-        """Advances the committed lengths of a step with runs.
+        """Advances the committed lengths of the requests of a step with runs.
 
-        The plan has counted all draft tokens in `computed` and `planned_out`. This subtracts the rejected draft tokens.
+        The plan has counted all draft tokens in `computed` and `planned_out`. This method subtracts the rejected draft tokens.
         """
         plan, columns, extends = step.plan, self._columns, step.plan.num_extend
         slots = plan.slots[:extends][sound[:extends]]

@@ -16,12 +16,13 @@ class ExpertRecord:
     """
 
     def __init__(self, shape: ExpertShape | None) -> None:
-        """Begins without a record. `shape` is None if the model has no experts, or if the executor cannot report them."""
+        """Begins without a record. `shape` is None if the model has no experts, or if the executor cannot count their rows."""
         self.shape = shape
         self.is_running = False
         self._num_tokens = 0
         self._rows: NDArray[np.int64] | None = None  # int64[layers, experts]; None before the first start()
-        self.balancedness = 0.0  # mean over the layers of (mean rows of an expert / largest rows of an expert); 0: no rows
+        # Mean over the layers of (mean number of rows of the layer's experts / largest number); 0: no rows.
+        self.balancedness = 0.0
 
     def start(self) -> None:
         """Begins a new record with counts of 0. The model has experts, and no record runs."""

@@ -28,7 +28,8 @@ from rootstock_llm.services.worker.core.kv.slot_states import NO_DECODE_STATES, 
 from rootstock_llm.services.worker.core.kv.tree_node import TOKEN_BYTES
 from rootstock_llm.services.worker.core.requests.request import Request, SlotColumns
 
-CLIP_MAX_NEW_TOKENS = 4096  # most further output tokens that the budgets count for a request that may stop early, as in SGLang
+# Largest number of further output tokens that the budgets count for a request that may stop early, as in SGLang.
+CLIP_MAX_NEW_TOKENS = 4096
 MIN_CHUNK_SHARE = 8  # adapted_chunk() returns at least 1/8 of chunked_prefill_size
 MIN_PACED_SHARE = 32  # paced_chunk() returns at least 1/32 of chunked_prefill_size
 FADES = 0.7  # factor of earlier measurements when a new one is added

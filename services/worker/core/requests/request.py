@@ -82,8 +82,8 @@ class RequestProgress:
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit covered at the first admission
     num_retractions: int = 0
     verified: Verified = NOTHING_VERIFIED
-    # Step in flight that had sampled a token for the request when the request was retracted. The token counts at the commit. -1:
-    # none.
+    # Number of the step that was in flight when the request was retracted, and that samples a token for the request. The token
+    # counts at the commit. -1: none.
     flight_step: int = -1
     retraction_step: int = -1  # step whose plan last retracted this request and must not admit it again; -1: none
 
@@ -130,7 +130,7 @@ class Request:
     routed_from: int = -1  # see Submit.routed_from
     session_number: int = 0  # unique number of the session, whose name another session may reuse
     prediction: NDArray[np.int32] = field(default_factory=no_tokens)  # see Submit.prediction
-    payer: Payer = (b"", 0, 0)  # name of the flow whose share pays for the prompt tokens
+    payer: Payer = (b"", 0, 0)  # name of the flow against whose share the prompt tokens count, see shares.py
     weight: float = 1.0  # weight of the tenant's share
     phase: Phase = Phase.WAITING
     matcher: Matcher | None = None
@@ -347,7 +347,7 @@ class SlotColumns:
 
 
 class Outputs:
-    """The outputs that the loop has not taken yet, one PeerOutput per gateway."""
+    """The outputs that the loop has not taken yet, one PeerOutput per gateway stream."""
 
     def __init__(self) -> None:
         self._peers: dict[int, PeerOutput] = {}
@@ -398,8 +398,8 @@ class Outputs:
     def add_routed_experts(self, request: Request) -> None:
         """Adds the unsent routed experts of a request, up to those of the last output token but one.
 
-        Later tokens that a step has computed are dropped: draft tokens after the end of the output, and the last output token if
-        the token after it is invalid.
+        The routed experts of later computed tokens are dropped. Such tokens are draft tokens after the end of the output, and the
+        last output token if the token after it is invalid.
         """
         progress = request.progress
         if not progress.routed:

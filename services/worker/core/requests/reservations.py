@@ -15,9 +15,9 @@ RequestLifecycle is the owner. The states are:
   WAITING ──► COMPLETE   the request is handed over; it was retracted while its last token was in flight
   WAITING ──► ENDED      the time limit is reached, or running requests need pages
   COMPLETE ──► ENDED     the time limit is reached, or the reader releases the reservation
-  ENDED ──► COMPLETE     the request is handed over after its reservation ended in the state WAITING
+  ENDED ──► COMPLETE     the request is handed over after its reservation ended in the state WAITING or by a flush
   any ──► ENDED          the request ends without a handover or is aborted later, its gateway stream ends, its salt is deleted,
-                         or the device pages are reset
+                         the cache is flushed, or the device pages are reset
 
 Each addition of pages is an opening with a number. A reader's release names the opening that the reader has read. The
 release has no effect if there was a later opening.
@@ -168,7 +168,7 @@ class KvReservations:
         return freed
 
     def end_all(self) -> None:
-        """Ends all reservations, because the device pages are reset or invalid."""
+        """Ends all reservations, because the cache is flushed or the device pages are reset."""
         for live in list(self._live.values()):
             self._end(live)
 

@@ -38,7 +38,7 @@ class Flow:
 
     @property
     def sort_key(self) -> tuple[float, float]:
-        """Sort key of the flow. The flow with the smallest sort key is served next. Charges to other flows never lower it."""
+        """Sort key of the flow. The flow with the smallest sort key is served next. Chunks of other flows never lower it."""
         return self.tenant.start, self.start
 
 
@@ -82,7 +82,7 @@ class Shares:
             assert self.num_flows >= flow.tenant.num_flows >= 0, "num_flows is the sum over the tenants"
 
     def charge(self, flow: Flow, tokens: int) -> None:
-        """Charges newly planned prompt tokens to a flow."""
+        """Counts newly planned prompt tokens against a flow and its tenant: their virtual starts rise."""
         assert tokens > 0 and flow.num_pending > 0, "only a flow with pending requests is charged"
         tenant = flow.tenant
         self._now = max(self._now, tenant.start)

@@ -167,7 +167,7 @@ class Backups:
 
         Args:
             pages_too: whether the tree also drops the device pages when the copies end.
-            tag: tag of the salt whose copies are discarded, or None for all copies.
+            tag: tag (digest) of the salt whose copies are discarded, or None for all copies.
         """
         self._current = None
         for copy in self._copying.values():
@@ -356,7 +356,7 @@ class Backups:
         return keys
 
     def _name(self, path: list[TreeNode], keys: list[bytes]) -> None:
-        """Records the blocks of a path. Lower tiers have all pages of the path.
+        """Records the blocks of a path of which lower tiers have all pages.
 
         These blocks may be unknown, because other workers copied some of the pages, or because they end in pages that were
         computed after the copy.

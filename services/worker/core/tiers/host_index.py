@@ -3,7 +3,7 @@
 Each page is in exactly one state: free, being written by an operation, cached under its key, or forgotten while an operation
 reads it; free + writing + cached + forgotten = total. A page that an operation reads is pinned. The least recently used page is
 evicted first. The pages of a prompt are marked as used in reverse order, so that its last page is evicted first. If a salt is at
-its quota, new pages of the salt evict pages of the same salt. Tiers is the owner.
+its quota, new pages of the salt evict pages of the same salt. A salt is identified by its tag (page_keys.py). Tiers is the owner.
 """
 
 from __future__ import annotations

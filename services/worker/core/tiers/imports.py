@@ -192,7 +192,7 @@ class Imports:
         return count
 
     def _shorten(self, wanted: Wanted, running: RunningImport, count: int) -> None:
-        """Excludes the targets of a request that need the part of an operation which was not read.
+        """Lowers a request's limit, so that its next target does not need the keys of an operation that were not read.
 
         Args:
             wanted: a request that waits for the operation.
@@ -243,8 +243,8 @@ class Imports:
     def _next_read(self, wanted: Wanted, memory: KVMemory) -> tuple[Place | None, int]:
         """Returns the place of a request's next read, and the number of pages and parts that the request reads in all its reads.
 
-        Without cache groups, it is the number of the next pages in this place. The place is None if the next page or unit is
-        being read.
+        Without cache groups, the number is only that of the next consecutive pages in this place. The place is None if the next
+        page or unit is being read.
         """
         cached = memory.cached(wanted.tree, wanted.tokens, wanted.end * memory.page_size)[1] // memory.page_size
         if cached < wanted.end:
@@ -326,7 +326,7 @@ class Imports:
         return self._begin_units(wanted, node, memory, began)
 
     def _is_coming(self, wanted: Wanted, key: bytes) -> bool:
-        """Returns whether an operation reads a page or part. The request then waits for the operation, unless it is late."""
+        """Returns whether an operation reads a page or part. The request then waits for it, unless it is late or discarded."""
         coming = self._lanes.coming.get(key)
         if coming is not None and coming.counts and not coming.late:
             self._lanes.wait_for(coming, wanted)
@@ -362,7 +362,7 @@ class Imports:
     def _begin_more(
         self, wanted: Wanted, node: TreeNode, first: int, memory: KVMemory, began: float | None
     ) -> list[PageOperation]:
-        """Begins consecutive operations while reading pays and pages are available. The request waits for the first of them."""
+        """Begins consecutive operations while pages are available, if the first read pays. The request waits for the first."""
         operations: list[PageOperation] = []
         at, prover = first, prover_of(wanted)
         while len(operations) < MOST_AT_ONCE:
@@ -431,7 +431,7 @@ class Imports:
         return count
 
     def _still_waits(self, wanted: Wanted) -> bool:
-        """Returns whether the request waits and may need further operations after the running ones."""
+        """Returns whether the request or prefetch waits and may need further operations after the running ones."""
         return self._waits.get(wanted.seq) is wanted and not wanted.given_up
 
     def _stop_waiting(self, seq: int) -> None:
@@ -442,12 +442,12 @@ class Imports:
             self._unit_reads.unpin(seq)
 
     def _give_up(self, wanted: Wanted) -> None:
-        """Ends the wait of a request, so that the next plan() returns its seq."""
+        """Ends the wait of a request or prefetch, so that the next plan() returns its seq."""
         wanted.given_up = True
         self._due[wanted.seq] = wanted
 
     def _pin(self, seq: int, node: TreeNode, memory: KVMemory) -> None:
-        """Pins a node for the request and releases its previous pin."""
+        """Pins a node for a request or prefetch, and releases the previous pin of this request or prefetch."""
         memory.pin(node)
         if (pinned := self._pinned.pop(seq, None)) is not None:
             pinned[1].unpin(pinned[0])

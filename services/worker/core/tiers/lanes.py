@@ -46,7 +46,8 @@ class RunningImport:
     operation: PageOperation
     place: Place
     wanted: Wanted  # the request or prefetch for which it began
-    node: TreeNode  # pinned node before its pages, or before the unpublished pages of preceding operations
+    # Pinned node before the pages, or before the unpublished pages of preceding operations. For units: at the request's target.
+    node: TreeNode
     first: int  # index in the prompt of its first page, or of the page of its first unit
     memory: KVMemory
     began: float | None  # time at which all steps launched before this operation had ended; unset until then
@@ -135,11 +136,11 @@ class Lanes:
         running.waits.append(wanted)
 
     def is_awaited(self, wanted: Wanted) -> bool:
-        """Returns whether the request waits for a running operation."""
+        """Returns whether the request or prefetch waits for a running operation."""
         return any(wanted in running.waits for running in self)
 
     def forget(self, wanted: Wanted) -> None:
-        """Ends all waits of the request."""
+        """Ends all waits of the request or prefetch."""
         for running in self:
             running.waits = [other for other in running.waits if other is not wanted]
 

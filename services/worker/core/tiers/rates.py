@@ -23,7 +23,7 @@ UNKNOWN_S = 1.0  # assumed seconds for computing any number of pages, until a st
 class Rates:
     """The measured rates of reading KV, by tier or remote worker, and of computing it.
 
-    A lane is the address of a remote worker, or "" for the tiers of this worker. Each remote worker has a separate rate.
+    A lane is the address of a remote worker, which has its own rate. For the tiers of this worker, `lane` is ignored.
     """
 
     def __init__(self, page_bytes: int, page_size: int) -> None:
@@ -73,7 +73,7 @@ class Rates:
         Args:
             source: tier of the pages.
             pages: number of pages to read, parts of units included.
-            lane: address of the remote worker; "" for other tiers.
+            lane: address of the remote worker; ignored for other tiers.
             forgives: if True and the result is False, multiplies the source's rate by FORGIVES, so that a source that was slow
                 once is read and measured again later. Pass False if one request causes many calls, as a prefetch does.
             computed: number of pages to compute if the pages are not read; 0 if it is `pages`.
@@ -110,7 +110,7 @@ class Rates:
             pages: pages of the operation.
             elapsed: seconds since the lane began the operation.
             rest: number of pages that the request needs after the operation's pages.
-            lane: address of the remote worker; "" for other tiers.
+            lane: address of the remote worker; ignored for other tiers.
             computed: number of pages to compute instead; 0 if it is `pages` + `rest`.
         """
         left = max(self.reading_s(source, pages, lane) - elapsed, 0.0) or elapsed

@@ -46,7 +46,7 @@ class TierBlocks:
         return len(self._keys)
 
     def unknown(self, path: Sequence[TreeNode], keys: Sequence[bytes], first: int, end: int) -> list[TierBlock]:
-        """Returns the blocks with tokens in the pages [first, end) of a path that are not known yet.
+        """Returns the still unknown blocks with tokens in the pages [first, end) of a path.
 
         Args:
             path: the nodes of the path, without the root.

@@ -39,7 +39,7 @@ class UnitReads:
         self._pinned: dict[int, list[tuple[KVMemory, int, int]]] = {}  # (memory, group's index, unit) of arrived units, by seq
 
     def choose_end(self, wanted: Wanted, memory: KVMemory, hit: int, cached: int, source: Place | None) -> bool:
-        """Sets `end`, `hit` and `num_rows` of a request. Its page keys are complete.
+        """Sets `end`, `hit` and `num_rows` of a request, whose page keys must be complete.
 
         Args:
             wanted: the request or prefetch.
