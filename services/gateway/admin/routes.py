@@ -7,7 +7,7 @@
 | 409 | the state of a worker does not allow the operation |
 | 502 | a worker or a gateway cannot be reached, or the operation failed there |
 
-The body has the result of each worker, or each gateway that could not be reached.
+The body has one result per worker. The body of an abort has counts instead, and lists the gateways that could not be reached.
 """
 
 from __future__ import annotations

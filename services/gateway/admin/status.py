@@ -21,7 +21,7 @@ QUIET_S = 2.5  # seconds without a load report after which a worker is silent; w
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Access to the state of the gateway's dependencies other than its workers and tokenizers: Redis, DNS, files and Prometheus.
+    """Access to the state of Redis, DNS names, files and Prometheus, on which the gateway depends besides the other services.
 
     Each callable runs on the event loop and only reads memory.
     """
@@ -118,7 +118,7 @@ def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float
 def _state(link: AnyLink, usable: bool, now: float) -> str:
     """Returns the state of a worker, as the field `state` of WorkerStanding describes it.
 
-    If several states apply, the first of them in `states` counts.
+    If several states apply, returns the first of draining, hung, silent, paused and ready.
     """
     if link.info is None:
         return "lost" if link.was_connected else "starting"

@@ -96,7 +96,8 @@ class ChatRequest:
 class PreparedChat:
     """The stored part of a chat that was prepared earlier, so that another gateway can continue it.
 
-    The stored values take precedence over the values that the model's workers and tokenizers report now.
+    The stored values take precedence over the values that the model's workers and tokenizers report now, except that the shorter
+    context length counts.
     """
 
     prompt: PromptInput

@@ -110,7 +110,8 @@ def json_schema(value: Any, where: str) -> pb.Grammar:
 def structural_tag(value: Any, where: str) -> pb.Grammar:
     """Returns the grammar of a structural tag: an object, or the JSON text of one. Raises ApiError.
 
-    A text is parsed without the depth limit of load_json(), because the gateway's own tags are nested more deeply.
+    A text is parsed without the depth limit of load_json(), because tags that the gateway makes for tool calls are nested more
+    deeply.
     """
     tag = _loaded(value, where, orjson.loads) if isinstance(value, str) else value
     if not isinstance(tag, dict):

@@ -207,8 +207,8 @@ class TextOffsets:
     def _shown(self, text: bytes) -> bytes:
         """Finds a token in the prefix. Returns the bytes from the end of the last found token to the end of this token.
 
-        A token is also found without its leading blank. Returns b"" if the token is not found, because the prefix shows it in
-        normalized form. The call for the next found token then returns the bytes of both tokens.
+        A token is also found without its leading blank. Returns b"" if the token is not found, for example because the prefix
+        shows it in a normalized form. The call for the next found token then returns the bytes of both tokens.
         """
         for form in filter(None, (text, text.removeprefix(b" "))):
             found = self._prefix.find(form, self._at, self._at + 2 * self._missed + len(form))

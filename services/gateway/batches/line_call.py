@@ -1,4 +1,4 @@
-"""Computes a line of a batch with the operation that serves its path over HTTP. The result is the body of the HTTP response."""
+"""Runs one line of a batch through the same operation as an HTTP request to the path of the line."""
 
 from __future__ import annotations
 

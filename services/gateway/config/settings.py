@@ -115,7 +115,8 @@ class GatewaySettings(ServiceSettings):
     routing_load_weight: float = Field(
         ROUTING.load_weight,
         ge=0,
-        description="Weight of load in prefix_aware routing. Score: cached share of the prompt - weight x load / mean load.",
+        description="Weight of load in prefix_aware routing. Score: share of the prompt that the cache saves - weight x load /"
+        " mean load.",
     )
     speculative_s: float = Field(
         30.0,

@@ -50,7 +50,7 @@ class LogprobTable:
             self._k, self._per_row = rows.k, per_row
         shape = (len(rows.top_ids), len(rows.top_values), len(rows.chosen_values))
         if shape != (count * self._k, count * self._k, count * self._per_row):
-            raise ValueError(f"log probabilities of {count} tokens have arrays of unequal lengths: {shape}")
+            raise ValueError(f"log probabilities of {count} tokens have arrays of wrong lengths: {shape}")
         self._values.extend(rows.values)
         self._top_ids.extend(rows.top_ids)
         self._top_values.extend(rows.top_values)

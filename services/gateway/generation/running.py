@@ -101,7 +101,7 @@ class RunningRequest:
         self._open = 0  # number of choices without their terminal event
         self._choices_with_output: dict[int, Choice] = {}  # choices that next_output() will return, by index
         self._waker: asyncio.Future[None] | None = None  # wakes next_output()
-        self._nudged = False  # next_output() returns even without output: the running call, or else the next one
+        self._nudged = False  # whether the running or next call of next_output() returns even without output
 
     @property
     def key(self) -> str:

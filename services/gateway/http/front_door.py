@@ -47,7 +47,7 @@ class FrontDoor:
     | `model` | from the routes | the model's name, for metrics and the access log |
     | `code` | from the routes | replaces the HTTP status in metrics and the access log |
     | `OMITTED_TOOLS` | from the routes | names of hosted tools that were left out of the request |
-    | `ERROR_CODE`, `CUT`, `GENERATION`, `ABORTED` | from the routes | facts for the access log |
+    | `ERROR_CODE`, `CUT`, `GENERATION`, `ABORTED` | from the routes | values for the access log |
     """
 
     def __init__(

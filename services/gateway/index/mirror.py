@@ -1,7 +1,7 @@
 """Copies the prefix index from Redis into the gateway's PrefixIndex (docs/design/fleet.md#the-index).
 
 One task makes the copy, and requests never wait for it. Only this task adds and removes confirmed blocks. Routing
-adds speculative blocks, and a second task frees the blocks of retired owners. The task repeats three steps:
+adds speculative blocks, and a second task frees the blocks of retired owners. The first task repeats three steps:
 
 1. read the leases, once in POLL_S;
 2. read the blocks of one new generation;
@@ -58,7 +58,7 @@ BLOCKS_PER_TURN = 2000  # number of blocks written to the index before the event
 SWEEP_BLOCKS = 1000  # blocks of one sweep
 SWEEP_PAUSE_S = 0.005
 SWEEP_IDLE_S = 0.5  # pause in seconds after a sweep that frees no blocks
-Entry = tuple[bytes, dict[bytes, bytes] | None]  # id and fields of a stream entry, or None if it was trimmed during the read
+Entry = tuple[bytes, dict[bytes, bytes] | None]  # id of a stream entry, and its fields or None if it was trimmed
 
 
 class IndexReader:
@@ -188,7 +188,7 @@ class MirrorCounts:
     events: int = 0  # valid events
     bad_events: int = 0  # entries that could not be parsed
     loads: int = 0  # readings of all blocks of a generation
-    gaps: int = 0  # number of times that events were missed; all blocks are then read
+    gaps: int = 0  # times that events were missed; the blocks of one worker, or of all workers, are then read
     retired: int = 0  # owners whose lease has ended or changed
 
 

@@ -49,7 +49,7 @@ class Share:
 
     def __init__(self, limit: int, own: Usage, others: Usage) -> None:
         self.limit = limit  # for all gateways together
-        self.dirty = True  # whether the next turn must report the share
+        self.dirty = True  # whether the next exchange with Redis must report the share
         self.held = 0  # granted amount that is not used yet; 0 in the alone mode
         self.is_shared = False  # whether the mode is Shared
         self._own = own  # amounts that this gateway has used

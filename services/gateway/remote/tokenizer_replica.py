@@ -261,7 +261,7 @@ class TokenizerReplica:
             self._huge.release()
 
     async def _acquire_huge_slot(self, limit_s: float) -> None:
-        """Waits for one of HUGE_AT_ONCE slots, because the tokenizer processes large requests one by one.
+        """Waits for one of HUGE_AT_ONCE slots, because the tokenizer processes one large request at a time.
 
         A waiting request needs no memory at the tokenizer. At the gateway, the body budget already counts its body.
         """

@@ -84,7 +84,7 @@ class LinkEvents(Protocol[Open]):
         """Called after `link.load` was set."""
 
     def on_down(self, link: WorkerLink[Open], orphans: list[Open]) -> None:
-        """Called at the end of a session with the choices that were open on it."""
+        """Called after the stream has ended, with the choices that were open on it."""
 
 
 class WorkerLink(Generic[Open]):

@@ -24,7 +24,8 @@ class RoutingConfig:
     # n + gate_abs and more than gate_rel * n requests. SGLang's router: balance_abs_threshold and balance_rel_threshold.
     gate_abs: float = 64.0
     gate_rel: float = 1.5
-    # Score of a worker: matched part of the prompt (0 to 1) minus load_weight times the worker's load, in units of the mean load.
+    # Score of a worker: part of the prompt that its cache saves (Hits.saved, 0 to 1) minus load_weight times its load, in units
+    # of the mean load.
     load_weight: float = 1.0
     # If a worker's load with the new request would exceed load_bound mean loads, its match and the routing key do not count.
     load_bound: float = 1.4

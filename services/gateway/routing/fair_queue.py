@@ -4,8 +4,8 @@ Fairness uses virtual token counters (Sheng et al. 2024, "Fairness in Serving La
 served tokens of an API key, divided by the weight of the API key. The API key with the smallest counter is next.
 
 An API key gains no credit while it has no request in the queue: at its next request, its counter is raised to the smallest
-counter of the waiting API keys. Of the tokens that are served while the queue is empty, at most those of its last charge() count
-against an API key. Items of one priority and API key leave in order of arrival.
+counter of the waiting API keys. Of the tokens that an API key gets while the queue is empty, at most those of its last charge()
+count against it. Items of one priority and API key leave in order of arrival.
 """
 
 from __future__ import annotations

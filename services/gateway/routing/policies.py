@@ -278,8 +278,8 @@ def hits_of(reach: NDArray[np.int64], workers: WorkerColumns, tries: bool = Fals
 class SharingMeter:
     """The share of recent routing decisions with a match, for one model at this gateway.
 
-    If prompts often share prefixes, more prompts with a new prefix are likely. All gateways then send a new prefix to the same
-    worker. The share begins at 1, because after a cold start, many prompts may arrive before the first match.
+    If prompts often share prefixes, a new prefix is likely to come again. All gateways therefore send it to the
+    same worker. The share begins at 1, because after a cold start, many prompts may arrive before the first match.
     """
 
     def __init__(self) -> None:
@@ -467,6 +467,7 @@ def rendezvous_weights(key: str, worker_keys: NDArray[np.uint64]) -> NDArray[np.
     of the worker's hash and the routing key's hash.
 
     Args:
+        key: The routing key; for prompts without one, the hash of the first block in hex.
         worker_keys: uint64 hash of each worker id.
     """
     seed = np.uint64(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))

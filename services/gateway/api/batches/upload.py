@@ -1,4 +1,4 @@
-"""Receives an uploaded file and stores it in chunks, so that the memory never has the whole file.
+"""Receives an uploaded file and stores it in chunks, so that no whole file is in memory.
 
 The buffer of an upload counts against the body budget. If an upload fails, its chunks are deleted. If the store cannot be reached
 for the deletion, the chunks expire.
@@ -58,7 +58,7 @@ async def receive_file(
     """Stores the file of a multipart form while the form arrives.
 
     Raises:
-        ApiError: The form or the file is invalid, too large or late, or the client has disconnected.
+        ApiError: The form or the file is invalid, too large or too slow, or the client has disconnected.
         StoreAway: The store cannot be reached.
     """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}

@@ -61,7 +61,7 @@ class Health(ResponseModel):
 class ReadinessReport(ResponseModel):
     ready: bool
     missing: list[Literal["worker", "tokenizer", "detokenizer", "stopping"]] = Field(
-        description="Services that are not connected, so that a request would wait; or stopping."
+        description="Services that are not connected, so that a request would wait. Only `stopping` if the gateway is stopping."
     )
 
 

@@ -73,7 +73,8 @@ _STATUSES = {
 }
 ERRORS = {status: (name, f"{cause} {_codes_of(status)}".strip()) for status, (name, cause) in _STATUSES.items()}
 _OF_FAMILIES = frozenset((529,))  # statuses that only APIs with an ErrorFamily have
-# The HTTP connection may send these statuses before the request has an id, for invalid input or too many connections.
+# The HTTP connection may send these statuses before the request has an id: for an invalid, slow or too large head, and for too
+# many connections.
 _WITHOUT_ID = frozenset((400, 408, 431, 503))
 _ALWAYS = {401: ("www-authenticate",), 405: ("allow",), 503: ("retry-after",), 529: ("retry-after",)}
 

@@ -198,7 +198,7 @@ def _record_request_ids(request: NamedBody, origin: Origin, given: Any) -> None:
     """Records in `origin` the request ids that the client chose for the request and its prompts, for aborts.
 
     Args:
-        given: The prompts as the client sent them. If there are several, each gets the request id with its index.
+        given: The prompts as the client sent them. Each prompt of a list gets the request id with the index of the prompt.
     """
     name = request.request_name
     if name is None:

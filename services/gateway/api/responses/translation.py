@@ -105,7 +105,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Json], streams: bool
 
 
 def prompt_request(request: ResponsesRequest, items: Sequence[Json]) -> ChatRequest:
-    """Returns a ChatRequest that has only the fields on which the prompt depends. Raises ApiError."""
+    """Returns a ChatRequest with only the fields on which the prompt and its tool calls depend. Raises ApiError."""
     messages = messages_of(items)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})

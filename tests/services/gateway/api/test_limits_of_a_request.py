@@ -156,13 +156,13 @@ class TestLogprobTable:
         ids=["top tokens missing", "more values than ids", "chosen values not a multiple"],
     )
     def test_logprob_table_refuses_arrays_of_unequal_lengths(self, rows: worker_pb2.LogprobRows) -> None:
-        with pytest.raises(ValueError, match="arrays of unequal lengths"):
+        with pytest.raises(ValueError, match="arrays of wrong lengths"):
             LogprobTable().extend(rows)
 
     def test_logprob_table_refuses_rows_of_another_shape(self) -> None:
         table = LogprobTable()
         table.extend(logprob_rows(1, [10], self.WANTED))
-        with pytest.raises(ValueError, match="arrays of unequal lengths"):
+        with pytest.raises(ValueError, match="arrays of wrong lengths"):
             table.extend(logprob_rows(1, [10], pb.Logprobs(top=1, token_ids=[66])))
 
     def test_logprob_table_stores_four_bytes_per_value(self) -> None:
