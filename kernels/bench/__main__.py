@@ -132,7 +132,7 @@ def silu_case(tokens: int) -> Case:
 def cases() -> dict[str, Callable[[], Case]]:
     """Returns a function per case that creates the case.
 
-    The cases are created one by one, because the inputs of all cases together do not fit into the memory of a small machine.
+    main() creates a case only when it is timed, because the inputs of all cases do not fit into the memory of a small machine.
     """
     found: dict[str, Callable[[], Case]] = {}
     for tokens in (1, 8, 32, 256, 2048):

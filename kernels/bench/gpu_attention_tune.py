@@ -1,4 +1,4 @@
-"""Times attention with unplanned block sizes: python -m rootstock_llm.kernels.bench.gpu_attention_tune [--only PART]."""
+"""Times attention with many block sizes and splits: python -m rootstock_llm.kernels.bench.gpu_attention_tune [--only PART]."""
 
 from __future__ import annotations
 

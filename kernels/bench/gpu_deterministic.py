@@ -1,4 +1,7 @@
-"""Creates the cases of deterministic linear layers, experts and attention, compared with the ordinary kernels."""
+"""Creates the cases of deterministic kernels: linear layers, rope_write_kv, experts and attention.
+
+Linear layers and attention are compared with the ordinary kernels, and rope_write_kv with torch. Experts have no comparison.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _route_case(shape: MixtureShape, tokens: int) -> GpuCase:
 
 
 def experts_case(shape: MixtureShape, tokens: int, deterministic: bool = False) -> GpuCase:
-    """Creates a case in which the router chooses the experts equally often."""
+    """Creates a case in which the tokens use all experts equally often, or as many different experts as possible."""
     used = min(shape.experts, tokens * shape.chosen)
     per_expert = 3 * shape.hidden * shape.inner
 

@@ -1,7 +1,7 @@
 """Creates the cases of a model's layers and of the start of a step, at the shapes of two dense models.
 
-The kernels of a step's start are timed for many rows of one token and for one long row. These kernels are so short that their
-launch latency matters.
+The kernels of a step's start are timed for rows of one token, and resolve_tokens() also for one long row. These kernels are so
+short that their launch latency matters.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def _write_case(shape: DecoderShape, tokens: int, context: int) -> GpuCase:
 
 
 def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: int) -> GpuCase:
-    """Creates a case without a comparison with torch. For more than one row, TritonLayers itself uses torch's kernel.
+    """Creates a case of a linear layer. The layer that computes logits has float32 output.
 
-    The layer that computes logits has float32 output.
+    There is no comparison with torch, because TritonLayers uses torch's kernel for more than one row.
     """
     wide = layer == "lm_head"
 
@@ -135,7 +135,7 @@ def _linear_case(shape: DecoderShape, layer: str, ins: int, outs: int, tokens: i
 
 
 def _gated_case(shape: DecoderShape, tokens: int) -> GpuCase:
-    """Creates the case of a gated linear layer. Its bytes do not include gate and up, which a fused kernel keeps in registers."""
+    """Creates a case of a gated linear layer. Its bytes_moved excludes gate and up, which a fused kernel keeps in registers."""
 
     def make_with(which: type[TritonLayers] | None) -> Make:
         def make(device: torch.device) -> Work:

@@ -1,4 +1,6 @@
-"""Times work on a CUDA device with events around replays of a CUDA graph, and takes the median. Launches are not included.
+"""Times work on a CUDA device with events around replays of a CUDA graph, and takes the median.
+
+The time does not include launches, except for work that a CUDA graph cannot capture, which is launched call by call.
 
 A graph has many calls, which use several copies of the inputs in turn. Together, the copies are at least twice as large as the L2
 cache, so that each call reads its inputs from memory. If this takes more than MAX_COPIES copies, there are MAX_COPIES copies. The

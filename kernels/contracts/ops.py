@@ -41,8 +41,8 @@ class PackedLinear:
     """
 
     data: Tensor  # the weight: [N, K], or packed
-    # [N] in the model dtype; None if the layer has no bias. Packed C++ weights have a bias per packed column, as float32 if the
-    # weight has codes.
+    # [N] in the model dtype; None if the layer has no bias. CpuKernels may instead store a bias per packed column, as float32 if
+    # the weight has codes.
     bias: Tensor | None
     in_features: int  # K
     out_features: int  # N
@@ -147,19 +147,20 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True)
 class DraftStates:
-    """The replayed and saved tokens of recurrent layers, in a step with draft tokens or with accepted ones of earlier steps.
+    """The tokens that recurrent layers replay or save in a step, because of draft tokens in it or accepted ones of earlier steps.
 
-    The rows of RaggedRows.states have the tokens `offsets` and `num_tokens`, which may differ from those of RaggedRows. Q rows
-    only replay tokens, before the other rows are computed.
+    The layers have two launches. The first replays tokens for the Q rows that have draft tokens, and stores their states. The
+    second computes the own tokens of the R rows of RaggedRows.states. For a row without draft tokens, it first computes the
+    replayed tokens, which are inserted before the row's own tokens.
     """
 
-    offsets: Tensor  # int32[R]: index of the row's first token
-    num_tokens: Tensor  # int32[R]
-    replays: StateRows  # [Q], the states of the rows that only replay
-    replay_offsets: Tensor  # int32[Q]
-    replay_num_tokens: Tensor  # int32[Q], may be 0: the row then copies its state
-    sources: Tensor  # int64: rows of the saved inputs that are read, first those of the rows that only replay
-    num_inserted: int  # number of the last elements of `sources` whose tokens are inserted into the step's tokens
+    offsets: Tensor  # int32[R]: index of the row's first token in the second launch
+    num_tokens: Tensor  # int32[R]: tokens of the row in the second launch, inserted ones included
+    replays: StateRows  # [Q], the states of the first launch
+    replay_offsets: Tensor  # int32[Q]: index of the row's first token in the first launch
+    replay_num_tokens: Tensor  # int32[Q]: tokens of the row in the first launch; 0: the row copies its state
+    sources: Tensor  # int64: rows of the saved inputs that are read, first those of the first launch
+    num_inserted: int  # number of the last elements of `sources`, whose tokens are inserted into the step's tokens
     order: Tensor  # int64: index of each token in the inserted tokens followed by the step's tokens; empty if none is inserted
     own: Tensor  # int64[T]: index of each token of the step after the insertion; empty if none is inserted
     saved: Tensor  # int64[S]: tokens of the step whose inputs are saved

@@ -1,4 +1,4 @@
-"""Defines the faults of one row of a step. The scheduler's plan imports it, so it does not import torch."""
+"""Defines the faults of one row of a step. The module does not import torch, because the scheduler's plan imports it."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class SlotTable:
 class SampleRows:
     """The rows to sample.
 
-    For a row with a slot below 0 (padding), a kernel only sets its token and its fault to 0.
+    Kernels skip a row with a slot below 0 (padding), except that select_tokens() sets its token and its fault to 0.
     """
 
     slots: Tensor  # int32[n]: slot of each row in SlotTable; below 0: padding
@@ -160,7 +160,7 @@ class SampleKernels(Protocol):
         """
 
     def measure_logprobs(self, out: Measured, logits: Tensor, tokens: Tensor, rows: Tensor) -> None:
-        """Measures log probabilities of raw logits without a copy of the vocabulary.
+        """Measures log probabilities of raw logits.
 
         Args:
             out: filled. Its K is at most MAX_TOP; 0 for no top log probabilities.

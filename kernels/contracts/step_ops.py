@@ -17,7 +17,7 @@ from torch import Tensor
 from rootstock_llm.kernels.contracts.ops import Kernels, RaggedRows
 
 BringPieces = Callable[[Tensor, Tensor, Tensor], None]
-"""Copies pieces of rows into pools, all given by address, as rootstock_llm.kernels.triton.page_pieces.bring_pieces() does."""
+"""Copies pages into pools, both given by address, see rootstock_llm.kernels.triton.page_pieces.bring_pieces()."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Variant:
     needs: frozenset[str]  # features in /proc/cpuinfo that a CPU must have
 
 
-VARIANTS = (  # for each architecture, from the fastest variant to the baseline, which all its CPUs can run
+VARIANTS = (  # for each architecture, the fastest variant first; CPUs below x86-64-v2 have no variant
     Variant("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _V4_VNNI | {"avx512_bf16"}),
     Variant("x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _V4_VNNI),
     Variant("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),

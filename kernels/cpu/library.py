@@ -2,8 +2,9 @@
 
 Layers take float32 and bfloat16 tensors. Each method checks shapes and passes addresses to the library.
 
-Linear layers of bfloat16 use the dot product instructions of the CPU if it has them. All other linear layers add their products
-in the order of the depth. torch's matrix products are not used, because the order of their sums depends on the number of rows.
+Linear layers of bfloat16 use the dot product instructions of the CPU if it has them. All other linear layers without codes add
+their products in the order of the depth. torch's matrix products are not used, because the order of their sums depends on the
+number of rows.
 
 src/coded.h describes weights with codes and their two kinds of products.
 """

@@ -1,6 +1,7 @@
-"""python -m rootstock_llm.kernels.cpu.prebuild: builds the C++ kernels for each class of CPUs, into the prebuilt folder.
+"""python -m rootstock_llm.kernels.cpu.prebuild: builds the C++ kernels for each class of CPUs of this architecture.
 
-The build of a container image runs this command, because the image has no compiler and may run on any CPU.
+The libraries are in the folder `prebuilt`. The build of a container image runs this command, because the image has no compiler
+and may run on any CPU of its architecture.
 """
 
 from __future__ import annotations

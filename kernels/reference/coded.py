@@ -16,7 +16,7 @@ MOST_ELEMENTS = 1 << 24  # elements that are dequantized at a time: 64 MiB of fl
 
 
 def pack_coded(weight: CodedWeight, bias: Tensor | None) -> PackedLinear:
-    """Returns the codes [N, K], or two codes of 4 bits per byte, [N, K / 2], with the first one in the lower half."""
+    """Returns the weight with codes [N, K], or with two codes of 4 bits per byte, [N, K / 2], the first one in the lower half."""
     channels, depth = weight.shape
     codes = weight.codes.contiguous()
     if weight.scheme.bits == 4:
@@ -48,7 +48,10 @@ class CodedExperts:
         self._parts: list[PackedLinear] = []  # weights of the added experts, without their codes
 
     def add(self, packed: PackedLinear) -> None:
-        """Copies the packed weight of the next expert. Raises ValueError if its scheme differs, or if it has an order."""
+        """Copies the packed weight of the next expert.
+
+        Raises ValueError if its scheme differs from the first expert's in more than the zero points, or if it has an order.
+        """
         if self._parts and _without_zeros(packed.scheme) != _without_zeros(self._parts[0].scheme):
             raise ValueError(f"experts must have one scheme, not {self._parts[0].scheme} and {packed.scheme}")
         if packed.order is not None:

@@ -1,6 +1,7 @@
 """Implements every kernel in plain torch.
 
-These functions are the reference for tests of the C++ and Triton kernels. On machines without a compiler, the worker uses them.
+These functions are the reference for tests of the C++ and Triton kernels. A worker on a CPU uses them if the C++ library can be
+neither found nor built, or if the model dtype is float16.
 For shapes see rootstock_llm.kernels.contracts.ops and rootstock_llm.kernels.contracts.step_ops.
 """
 

@@ -34,7 +34,7 @@ class AttentionScratch:
 
     partials: Tensor  # float32[lanes, E]: weighted mean of the values, per split and query lane
     levels: Tensor  # float32[lanes]: log2 of the softmax sum, per split and query lane
-    arrivals: Tensor  # int32[counters]: number of ended splits per tile; 0 between launches
+    arrivals: Tensor  # int32[counters]: number of ended programs per tile; 0 between launches
 
     def holds(self, launch: Launch, value_dim: int) -> bool:
         """Whether the scratch is large enough for the launch."""

@@ -164,7 +164,7 @@ def fold_tile(
         begin: first position to which a token of the tile attends.
         end: last position to which a token of the tile attends, + 1.
         position: position of the tile's first token.
-        ONE_TOKEN: whether the tile has one token, which attends to all positions of the split.
+        ONE_TOKEN: whether the tile has one token, which attends to all positions of the split that are not before its window.
         ROUNDED: with ONE_TOKEN, whether the split may begin before the token's window.
 
     The other arguments are those of fold_keys().

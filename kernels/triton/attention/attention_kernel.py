@@ -38,7 +38,7 @@ def attention_kernel(
     sinks,  # float32[H]; without HAS_SINKS, any pointer
     partials,  # float32[splits * BLOCK_M, E]; without SPLIT, partials, levels and arrivals may be any pointer
     levels,  # float32[splits * BLOCK_M]
-    arrivals,  # int32[counters]: number of finished splits of each tile; 0 before and after the launch
+    arrivals,  # int32[counters]: number of ended programs of each tile; 0 before and after the launch
     out_stride,
     q_stride,
     q_head_stride,
@@ -75,11 +75,14 @@ def attention_kernel(
 ):
     """Computes TILE_TOKENS tokens of one row times HEADS query heads, packed into BLOCK_M lanes, over one split of their keys.
 
+    With FIXED, a program may compute several splits.
+
     With DEAL, the grid has one tile per row and Launch.extra additional tiles for splits of long rows. The programs of tiles that
     no row needs return at once.
 
-    With FIXED, a token's result depends only on the keys to which it attends, to the last bit, if all launches have the same
-    block sizes. Several programs (SPLIT) and a single program compute and merge the splits in the same order.
+    With FIXED, the bits of a token's result depend only on the token and the positions to which it attends, if all launches have
+    the same BLOCK_N and the same number of lanes per warp. Several programs (SPLIT) and a single program compute and merge the
+    splits in the same order.
     """
     # fmt: off
     take_turn(CHAINED)

@@ -269,7 +269,7 @@ def merge_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merges the splits that attention_kernel has stored with SPLIT and with neither DEAL nor MERGE.
+    """Merges the splits that attention_kernel has stored with SPLIT and without DEAL, FIXED and MERGE.
 
     The grid is the first axis of attention_kernel's grid.
     """

@@ -12,7 +12,7 @@ import triton
 
 MIN_DOT = 16  # smallest number of rows and columns of a tensor core product
 MAX_SPLITS = 64  # largest number of splits of a tile
-SPLIT_POSITIONS = 256  # smallest number of positions per split; merging smaller splits takes longer than it saves
+SPLIT_POSITIONS = 256  # even and dealt splits are planned for at least this number of positions, because merges take time
 # Programs per multiprocessor of a decode launch with splits. Three programs run at a time; the others balance rows of uneven
 # lengths.
 DECODE_PROGRAMS = 8
@@ -65,7 +65,7 @@ DECODE_BLOCKS: dict[tuple[int, int], Blocks] = {  # for rows of one token: 32 Ki
     (256, 4): Blocks(16, 32, 8, 2),
 }
 SMALLEST_BLOCKS = Blocks(16, 16, 8, 1)  # for sizes that are in no table
-MAX_DECODE_LANES = 64  # query heads of one program; its results fit the registers if values have at most WIDEST columns
+MAX_DECODE_LANES = 64  # most query heads of a program; its results fit the registers if heads have at most WIDEST elements
 WIDEST = 256
 
 
@@ -110,7 +110,7 @@ class Launch:
     tiles: int  # upper bound of the number of tiles of tokens
     programs: int  # first axis of the grid
     splits: int  # even: splits of a tile; dealt: 1; fixed: programs of a tile; 0: one program computes the whole tile
-    min_blocks: int  # smallest number of blocks of keys per split
+    min_blocks: int  # fixed: blocks of keys of a split; even and dealt: smallest number of blocks for which a split is planned
     extra: int = 0  # number of dealt splits beyond one per row; 0: splits are not dealt
     fixed: bool = False  # whether splits are fixed
     split_capacity: int = 0  # largest number of fixed splits of a tile
@@ -292,9 +292,9 @@ def _tiled(shape: HeadShape, blocks: Blocks, num_rows: int, num_tokens: int, spl
 
 
 def retiled(shape: HeadShape, launch: Launch, blocks: Blocks, splits: int, num_tokens: int) -> Launch:
-    """Returns a plan for the same work with other block sizes and `splits` splits per tile.
+    """Returns a plan for the same work as `launch`, with other block sizes and `splits` even splits per tile.
 
-    If `launch` cannot split keys, the returned plan cannot split keys either.
+    If `splits` is 0, one program computes the whole tile.
     """
     if launch.one_token:
         programs = launch.programs // (launch.tiles + launch.extra) * launch.tiles

@@ -148,9 +148,9 @@ def deal_splits(
         (row, dealt, split, share): the row, counted from first_row (num_rows if no row needs the program); the number of splits
         beyond one per row in earlier rows; the index of the split in its row; the largest number of blocks per split.
 
-    The share is 1 / `extra` of the blocks of all rows. A row of b blocks has (b - 1) // share splits beyond one, so that all rows
-    together have at most `extra` such splits. A row that is much longer than the others gets many splits. Rows of equal length
-    get additional splits only if there are few rows.
+    The share is 1 / `extra` of the blocks of all rows, but at least MIN_BLOCKS. A row of b blocks has at most (b - 1) // share
+    splits beyond one, so that all rows together have at most `extra` such splits. A row that is much longer than the others gets
+    many splits. Rows of equal length get additional splits only if there are few rows.
     """
     total = 0
     for begin in range(0, num_rows, 256):

@@ -32,11 +32,11 @@ def _numbers(codes, zeros, table, HAS_TABLE: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def coded_sums(
-    x_at,  # pointers to rows of K = DEPTH elements, [M, 1]
+    x_at,  # pointers to rows of DEPTH elements, [M, 1]
     rows_in,  # whether each row exists, [M]
     w_rows,  # int64[N], channels of the weight
-    codes,  # uint8[channels, K]; [channels, K / 2] with HALVES, the first code of a byte in its lower half
-    scales,  # [channels, C]
+    codes,  # uint8[channels, DEPTH]; [channels, DEPTH / 2] with HALVES, the first code of a byte in its lower half
+    scales,  # [channels, C], C = DEPTH / GROUP
     zeros,  # uint8[channels, C]; without HAS_ZEROS, any pointer
     table,  # int8[16]; without HAS_TABLE, any pointer
     KIND: tl.constexpr,  # dtype of x
@@ -81,13 +81,13 @@ def coded_sums(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _coded_kernel(
-    out,  # [T, N]
-    x,  # [T, K]
+    out,  # [T, WIDTH]
+    x,  # [T, DEPTH]
     codes,  # see coded_sums()
     scales,
     zeros,
     table,
-    bias,  # [N]; without HAS_BIAS, any pointer
+    bias,  # [WIDTH]; without HAS_BIAS, any pointer
     num_rows,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,

@@ -57,9 +57,10 @@ def _group_kernel(order, counts, ids, num_pairs, BLOCK: tl.constexpr, CHAINED: t
 
 @triton.jit
 def _tile_of(counts, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns the expert of a tile, the index in `order` of the tile's first pair, and the number of its pairs from there on.
+    """Returns (expert, begin, count) of a tile.
 
-    The expert is EXPERTS if the tile does not exist.
+    `begin` is the index in `order` of the tile's first pair, and `count` is the number of the expert's pairs from `begin` on. The
+    expert is EXPERTS if the tile does not exist.
     """
     lanes = tl.arange(0, EXPERT_BLOCK)
     count = tl.load(counts + lanes, mask=lanes < EXPERTS, other=0)
@@ -244,7 +245,7 @@ class Tile:
 
 MANY_PAIRS = 32  # average number of pairs of an expert above which blocks are large
 FEW, MANY = Tile(16, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3)
-ORDERED = Tile(64, 64, 64, 4, 4)  # the only tile of deterministic mode: a block's size may change the instruction
+ORDERED = Tile(64, 64, 64, 4, 4)  # the only tile of deterministic mode, because another size may change the instruction
 
 
 def tile_of(pairs: int, count: int, deterministic: bool) -> Tile:

@@ -23,7 +23,7 @@ from rootstock_llm.kernels.triton.layers.route import route
 
 
 class TritonLayers:
-    """The Triton kernels of a model's layers. Its state is the device, tables of coded weights, and counters if deterministic.
+    """The Triton kernels of a model's layers. An instance has tables of coded weights and, if deterministic, counters.
 
     Every call launches on the current stream of the current device, which must be `device`. A CUDA graph can capture a call only
     after an earlier call with the same shapes has compiled the kernel.

@@ -4,14 +4,14 @@ One row: reading the weight takes nearly all of the time, so the kernel uses no 
 program has a few rows of the weight, and as many columns at a time as fit its registers. If launches are chained, the program
 reads the weight, which no kernel of a step writes, while the previous kernel runs.
 
-Deterministic: the bits of a row do not depend on the other rows. Block sizes are fixed, and the depth (K) is cut into segments
-whose sums are added in order. There are two variants with the same sums:
+Deterministic: the bits of a row do not depend on the other rows. The depth (K) is cut into segments, whose size depends only on
+the weight, and whose sums are added in order. There are two variants with the same sums:
 
 - Few rows and a narrow weight: each segment has a separate program, and the program that ends last for a block adds the sums.
   Reading the weight takes nearly all of the time. A separate program per segment makes enough programs to read fast.
 - All other cases: one program computes all segments of a block. Blocks are larger if there are enough programs.
 
-No sum is fused with a product. The sums of a tensor core depend on the depth only, and not on the other rows and columns.
+No sum is fused with a product. The order in which a tensor core adds depends on the depth only, and not on other rows or columns.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LINE: tl.constexpr,  # elements in 128 bytes
-    FEW: tl.constexpr,  # whether the weight is prefetched; True for few rows, which take little more time than the read
+    FEW: tl.constexpr,  # whether the weight is prefetched; True for few rows, for which the read takes most of the time
     SPLIT: tl.constexpr,  # whether each segment has a separate program
     GATED: tl.constexpr,  # whether out = silu(x @ gate.T) * (x @ up.T); gate and up columns then alternate in a block
     HAS_BIAS: tl.constexpr,

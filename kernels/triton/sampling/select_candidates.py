@@ -46,7 +46,7 @@ def gather(
     """Stores the keys and ids of at most CANDIDATES tokens with keys up to `high`.
 
     Returns:
-        The number of tokens with keys up to `high`. A number above CANDIDATES means that not all of them were stored.
+        The number of tokens with keys up to `high`, if all of them were stored. Otherwise, a number above CANDIDATES.
     """
     near = group_keys(group_tops, num_groups, peak, temperature, GROUPS) <= high
     num_near = tl.sum(near.to(tl.int32))

@@ -1,7 +1,7 @@
-"""The last stage of select_tokens(), with one program per row.
+"""Implements the last stage of select_tokens(), with one program per row.
 
-For a greedy row, the program takes the largest maximum of the row's spans. For a row that is not greedy, it draws among few
-tokens (select_candidates) or, if many tokens remain after the cuts, from the whole row (select_wide).
+For a greedy row, the program takes the token with the largest maximum of the row's spans. For a row that is not greedy, it draws
+among few tokens (select_candidates) or, if many tokens remain after the cuts, from the whole row (select_wide).
 """
 
 from __future__ import annotations

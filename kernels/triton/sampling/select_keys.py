@@ -1,6 +1,6 @@
 """Defines keys and masses, the integers with which the draw computes.
 
-The sums of integers do not depend on the order, so results do not depend on the division of a row between programs.
+A sum of integers does not depend on the order of its terms, so results do not depend on the division of a row between programs.
 
 - The **key** of a token has the bits of a float32: the distance of its logit from the row's maximum, divided by the temperature.
   Keys have the order of these floats, because they are not negative. The most likely token has key 0.

@@ -26,8 +26,8 @@ class SelectScratch:
 
     tops: Tensor  # float32[n, parts]: maxima of the logits, raw or edited, from which the row is sampled; infinite for a NaN
     raw_tops: Tensor  # float32[n, parts]: maxima of the raw logits; infinite for a NaN
-    top_ids: Tensor  # int32[n, parts]: lowest ids of `tops`
-    # float64[n, 3, ceil(V / PEAK_TILE)]: number, mean and squared deviations of a tile's finite logits (top-n-sigma)
+    top_ids: Tensor  # int32[n, parts]: lowest id of a token that has the maximum in `tops`
+    # float64[n, 3, ceil(V / PEAK_TILE)]: number, mean and sum of squared deviations of a tile's finite logits (top-n-sigma)
     spreads: Tensor
     group_tops: Tensor  # float32[n, ceil(V / GROUP)]: maxima of groups (top-k or top-p)
     tile_masses: Tensor  # int64[n, ceil(V / TALLY_TILE)]: masses of tiles (neither top-k nor top-p)

@@ -96,7 +96,7 @@ def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: i
 
     - the model's dtype and torch's version, which decides the tables of angles
     - for C++ kernels: their machine code, the CPU's instruction sets and the C library, which computes logarithms
-    - for Triton kernels: their sources, the compiler, the GPU, and the context in pages, which decides where keys are split
+    - for Triton kernels: their sources, the compiler, the GPU, and context and page size, which decide where keys are split
     """
     parts = [str(dtype), torch.__version__]
     if _chosen(name, device) == TRITON:

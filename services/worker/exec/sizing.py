@@ -54,7 +54,7 @@ class DeviceMemoryUse:
     """The memory of a device and its measured parts."""
 
     total: int  # memory of the device
-    free_now: int  # free memory that the driver reported
+    free_now: int  # free memory that the driver reported, and the memory of the present pools
     weights: int  # resident weights
     activation_peak: int  # memory that the largest step needs in addition to the weights
     graphs: int  # all captured graphs

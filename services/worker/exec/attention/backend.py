@@ -1,7 +1,7 @@
 """The contract of attention back ends, and a back end whose kernels need no plan.
 
-plan() is called before each forward pass, and attend() once per layer during the pass. Neither waits for the device: plan() gets
-the lengths of rows on the host, so that no tensor is read back.
+plan() is called before each forward pass, and attend() once per layer during the pass. Neither waits for a GPU, because plan()
+gets the lengths of rows on the host. There is one exception: the back end `torch` reads lengths from the device.
 """
 
 from __future__ import annotations

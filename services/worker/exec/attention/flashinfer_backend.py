@@ -168,8 +168,8 @@ class FlashInferAttention:
         return planned
 
     def _decoders(self, columns: StagedColumns, pages: _PagesOf, slot: StagingSlot, schedule: int) -> dict[int, Any]:
-        # A prefill wrapper on tensor cores, because it runs the same kernels. The plan of a decode wrapper copies from pageable
-        # memory.
+        # On tensor cores, a prefill wrapper computes decode rows. It runs the same kernels as a decode wrapper, whose plan would
+        # copy from pageable memory and so block the host.
         if self._tensor_cores:
             return self._prefillers(DECODE, columns, pages, slot, schedule)
         planned = {}

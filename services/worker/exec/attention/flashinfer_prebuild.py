@@ -133,7 +133,7 @@ def missing(library: Any, modules: Iterable[Module]) -> list[Any]:
 def missing_in_wheels(library: Any, modules: Iterable[Module], arch: str) -> list[str]:
     """Returns the names of the modules that no installed wheel has in compiled form for a GPU architecture.
 
-    It loads no module, because loading needs a GPU driver. FLASHINFER_DISABLE_JIT must be set. The library must have version 0.7
+    No module is loaded, because loading needs a GPU driver. FLASHINFER_DISABLE_JIT must be set. The library must have version 0.7
     or later, which reads compiled modules from several wheels.
     """
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = arch

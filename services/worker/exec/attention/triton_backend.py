@@ -1,6 +1,6 @@
 """Attention by our Triton kernels: prompts in tiles, and decode rows with split keys.
 
-A mixed step has two launches, or one in deterministic mode.
+In a mixed step, attention has two launches per layer, or one in deterministic mode.
 
 The scratch memory is allocated once, so that its addresses in captured graphs stay valid. A captured launch depends only on the
 number of rows and the longest possible context. Its kernels read the lengths of rows on the device.
@@ -38,7 +38,7 @@ ITEM_SIZES = (2, 4)  # bytes of an element, for all dtypes of models, because th
 class TritonAttention:
     """An AttentionBackend of our Triton kernels.
 
-    In deterministic mode, the bits of a row's result depend only on its own tokens.
+    In deterministic mode, the bits of a row's result depend only on the tokens of its sequence.
     """
 
     name = "triton"

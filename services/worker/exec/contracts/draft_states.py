@@ -3,10 +3,10 @@
 A recurrent layer cannot go back to an earlier state. A row with draft tokens therefore stores no state after its own tokens, and
 the layer saves the inputs of the row's tokens. The slot's next row replays the accepted tokens from these inputs:
 
-    ReplayRows ── launch 1: rows with draft tokens replay, and store the state before their own tokens
-    RecurrentColumns.rows ── launch 2: own tokens of all rows; a row without draft tokens replays in the same launch
+    RecurrentColumns.replays ── launch 1: rows with draft tokens replay, and store the state before their own tokens
+    RecurrentColumns.rows ── launch 2: own tokens of all rows; a row without draft tokens first replays in this launch
 
-A row whose tokens are draft tokens of one slot is one row of the recurrent layers, and several rows of attention.
+A slot with k draft tokens has k + 1 rows of attention (step/drafted_steps.py), and one row of the recurrent layers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Replays:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentColumns:
-    """The columns of the recurrent layers of a pass: R rows with own tokens, Q rows that only replay."""
+    """The columns of the recurrent layers of a pass: R rows, of which Q have draft tokens and replay in the first launch."""
 
     rows: I32  # [COLUMNS, R], the second launch
     replays: I32  # [COLUMNS, Q], the first launch
     sources: I32  # rows of the saved inputs that are read, first those of the first launch
-    num_inserted: int  # number of the last elements of `sources` that are tokens of the second launch
+    num_inserted: int  # number of the last elements of `sources`, which are tokens of the second launch
     # Index of each token of the second launch in the inserted tokens followed by the tokens of the pass. Empty if no token is
     # inserted.
     order: I32

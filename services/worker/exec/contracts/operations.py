@@ -22,7 +22,7 @@ class ReleaseMemory:
 
 @dataclass(frozen=True, slots=True)
 class ResumeMemory:
-    """Allocates released memory again: an empty KV pool of the same size, and the weights that their folder has now."""
+    """Allocates released memory again: an empty KV pool of the same size, and the weights that the model's folder has now."""
 
     kv: bool  # allocate the KV pool
     weights: bool  # load the weights

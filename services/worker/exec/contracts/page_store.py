@@ -73,9 +73,10 @@ class PageStore(Protocol):
         """Returns the page keys that reads have removed since the last call, because the pages are missing or damaged."""
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> Written:
-        """Stores the pages in order until the disk or the server is full. Pages that the store already has are skipped.
+        """Stores the pages in order until an error occurs. Pages that the store already has are skipped.
 
-        A page that is reported as stored survives a crash of the process.
+        If there is too little space, the store evicts older pages. A page that is reported as stored survives a crash of the
+        process.
 
         Args:
             keys: page keys.

@@ -25,7 +25,7 @@ class ReadPages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerCounts:
-    """Counts of a reservation server since its start."""
+    """The counts of a reservation server. Bytes and refusals count from its start."""
 
     served_bytes: int  # bytes of pages that were sent to remote workers
     refused: dict[str, int]  # refused requests of remote workers, by reason
@@ -62,7 +62,7 @@ class PeerReader(Protocol):
         """
 
     def leave(self, source: KvSource) -> None:
-        """Tells the remote worker that the reservation of `source` can be freed. No effect if it cannot be reached."""
+        """Tells the remote worker that the reservation of `source` can be freed. No effect if the worker cannot be reached."""
 
     def rates(self) -> Sequence[PeerRate]:
         """Returns the rates of the known remote workers. May be called on any thread."""

@@ -252,7 +252,10 @@ def load_eagle3(folder: Path, target: Decoder, dtype: torch.dtype, kernels: Kern
 
 
 def _eagle3_config(folder: Path, given: Any, target: DecoderConfig) -> DecoderConfig:
-    """Returns the config of the head's layer. The name of the architecture begins with its family. Raises UnsupportedModel."""
+    """Returns the config of the head's layer, read as that of the architecture without its ending Eagle3.
+
+    Raises UnsupportedModel.
+    """
     architecture = architecture_of(given)
     if not architecture.endswith(EAGLE3):
         raise UnsupportedModel(

@@ -79,7 +79,7 @@ class Qwen3(DecoderModel):
 
 
 class Qwen3Moe(DecoderModel):
-    """Qwen3 with experts in some layers (arXiv 2505.09388): all layers, or every few layers, except those in mlp_only_layers."""
+    """Qwen3 with experts (arXiv 2505.09388) in every decoder_sparse_step-th layer, except the layers in mlp_only_layers."""
 
     model_type = "qwen3_moe"
 

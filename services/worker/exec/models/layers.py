@@ -37,8 +37,8 @@ class Take(Protocol):
 class Workspace:
     """Activation buffers that stay allocated from step to step, because new memory would cause page faults.
 
-    Until fix() is called, a buffer grows to the largest requested size. Then sizes and addresses are constant, because captured
-    graphs contain the addresses.
+    Until fix() is called, a buffer grows to the largest requested size. After fix(), sizes and addresses are constant, because
+    captured graphs contain the addresses.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

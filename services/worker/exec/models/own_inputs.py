@@ -18,7 +18,7 @@ HIDDEN_STATES = "hidden_states"  # name of the input in transformers' attention 
 
 
 class OwnInputs:
-    """Records whole prompts, one after the other, and gives parts of them to the modules in later runs."""
+    """Records the inputs and outputs of attention modules for whole prompts, and gives parts of the inputs to later runs."""
 
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         """
@@ -47,7 +47,7 @@ class OwnInputs:
         """Replaces the inputs of each module by the recorded ones while the block runs.
 
         Args:
-            spans: the tokens of the run, in its order.
+            spans: the parts of recorded prompts that the run computes, in the order of its tokens.
 
         Yields:
             A list that gets, for each call of a module, the relative error of each token's output, float32[tokens].

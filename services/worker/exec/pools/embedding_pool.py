@@ -87,7 +87,7 @@ class _Pooled:
 class EmbeddingPool:
     """The sums of all slots whose requests ask for an embedding. A sum begins with the admission of the request.
 
-    Pooling by the mean or the first token needs states of the whole prompt, so such a request must not use a cached prefix.
+    Pooling by the mean or the first token needs states from the first token on, so such a request must not use a cached prefix.
     """
 
     def __init__(self, config: PoolingConfig, device: torch.device | None = None, in_order: bool = False) -> None:

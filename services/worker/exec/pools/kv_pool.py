@@ -3,10 +3,10 @@
 A layer with full attention has its KV in pages. A layer with a window has its KV in pages, or in units of the WINDOW group. Such
 a unit has as many tokens as a page. A recurrent layer has states in units of the STATE group (docs/design/cache-groups.md).
 
-A load runs on a thread in parallel with the steps. Its fact may be reported to the core before its last layers have arrived (an
-early fact). From then on, a step may have the pages in its page table. On the forward stream, the first such step waits for each
-layer of the load before it reads the layer, so that all later work on this stream finds complete pages. All other readers and
-writers of these pages, or of the host memory that is loaded, call settle() first.
+A load runs on a thread in parallel with the steps. Its completion report (Fact) may go to the core before its last layers have
+arrived (an early fact). From then on, a step may have the pages in its page table. On the forward stream, the first such step
+waits for each layer of the load before it reads the layer, so that all later work on this stream finds complete pages. All other
+readers and writers of these pages, or of the host memory that is loaded, call settle() first.
 """
 
 from __future__ import annotations

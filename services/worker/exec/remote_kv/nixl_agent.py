@@ -119,7 +119,7 @@ class HostAgent:
 
 @contextmanager
 def _translated(fault: str) -> Iterator[None]:
-    """Turns any exception of the library, which have no common base class, into AgentFailed. The message begins with `fault`."""
+    """Turns every exception into AgentFailed, because NIXL's have no common base class. The message begins with `fault`."""
     try:
         yield
     except Exception as error:

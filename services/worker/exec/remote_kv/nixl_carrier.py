@@ -5,8 +5,8 @@ remote keys, such as TCP, a remote agent could read and write all memory of the 
 except pages that are being sent or received.
 
 The worker shares memory areas with the carrier. For each area, there is a socket (the line) and a thread that serves it. The
-thread ends with the line, and the process ends with the worker. Areas stay mapped: on a network without remote keys, a late
-remote read of an unmapped address would end the process.
+thread ends with the line, and the process ends with the worker. Areas stay mapped, because on a network without remote keys, a
+remote read of an address that is no longer mapped would end the process.
 """
 
 from __future__ import annotations

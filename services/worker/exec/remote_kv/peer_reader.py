@@ -155,7 +155,7 @@ class TcpPeerReader:
     def leave(self, source: KvSource) -> None:
         """Releases the reservation.
 
-        If this fails, the remote worker frees the reservation when the connection of its last read ends, or after its hold time.
+        If this fails, the remote worker frees the reservation when the connection of the last read ends, or after the hold time.
         """
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._exclusive(source.address) as peer:

@@ -17,7 +17,7 @@ MAX_PENALTY = 1e30  # larger than any logit; finite, so that a row always has a 
 
 
 def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
-    """Returns int32[n]: for each index j, the length of the longest common suffix of tokens[:j] and tokens.
+    """Returns int32[n]: for each index j, the length of the longest common suffix of tokens[:j] and all tokens.
 
     No suffix contains a breaker. The lengths are the Z function (Gusfield 1997) of the reversed sequence, computed in O(n).
     """
@@ -40,9 +40,9 @@ def suffix_lengths(tokens: list[int], breakers: frozenset[int]) -> I32:
 
 
 class Repeats:
-    """A sequence, and for each index j of it the length of the longest common suffix of tokens[:j] and the sequence.
+    """The past tokens of one request, and for each index j the length of the longest common suffix of tokens[:j] and all tokens.
 
-    Adding a token takes O(window). All tokens must be inside the vocabulary.
+    No suffix contains a breaker. Adding a token takes O(window). All tokens must be inside the vocabulary.
     """
 
     def __init__(self, params: DryParams, tokens: NDArray[np.int64]) -> None:

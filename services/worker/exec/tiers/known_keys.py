@@ -1,4 +1,7 @@
-"""The page keys that one worker knows to be in a shared storage, by tag and time of writing. Only RedisPageStore uses them."""
+"""The page keys that one worker knows to be in a shared storage, by tag and time of writing. Only RedisPageStore uses them.
+
+A tag is the part of a page key that is derived from the cache salt.
+"""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ def can_load_by_layers(copier: PageCopier, memory: torch.Tensor) -> bool:
 def host_slab(pages: int, page_bytes: int) -> torch.Tensor:
     """Returns uint8[pages, page_bytes] of host memory, in huge pages if the system has them.
 
-    All memory is written here, so that the system allocates it now. Otherwise, the first copy to each page would be several times
-    slower.
+    A byte of each system page is written here, so that the system allocates the memory now. Otherwise, the first copy to each
+    page would be several times slower.
     """
     mapped = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # referenced by the tensor
     with suppress(OSError):  # the system has no huge pages

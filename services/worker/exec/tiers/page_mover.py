@@ -2,9 +2,11 @@
 
 The mover has one thread for backups (copies to the host tier), one for loads (copies from the host tier), one for the storage
 tier and one per remote worker. So a slow disk or remote worker does not delay the host tier, and a backup does not delay a load.
-Each thread runs its jobs in order. On a CPU, the thread for backups has a lower priority than steps. Every operation is reported
-by one fact. After a fact that reports a load early, a second fact reports its duration. A failed operation is logged. Its fact
-has no moved page. If a load fails after its early fact, the mover calls on_lost instead.
+Each thread runs its jobs in order. On a CPU, the thread for backups has a lower priority than steps.
+
+Every operation has one completion report (Fact). The fact of a load may be early, which means that it is reported before the last
+layer has arrived. A fact without an operation (UNASKED) then reports the load's duration. A failed operation is logged, and its
+fact has no moved page. If a load fails after its early fact, the mover calls on_lost.
 """
 
 from __future__ import annotations
@@ -327,7 +329,7 @@ class PageMover:
     def _load(self, work: _Work) -> None:
         """Loads pages layer by layer.
 
-        The fact may be reported early, before the last layer has arrived. A second fact then reports the duration.
+        The fact may be reported early, before the last layer has arrived. A fact without an operation then reports the duration.
         """
         operation, count = work.operation, len(work.operation.keys)
         try:

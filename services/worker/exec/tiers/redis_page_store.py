@@ -91,7 +91,7 @@ class RedisPageStore:
             ttl_s: seconds after its last write or read at which a page expires.
             identity: digest of KV layout and secret.
             clock: returns rising seconds, for pauses.
-            salt_bytes: quota of a tag in bytes; 0 for no quota.
+            salt_bytes: quota of a cache salt in bytes; 0 for no quota.
             wall: returns seconds since 1970, for ages of pages.
 
         Raises:

@@ -2,8 +2,8 @@
 
 A segment is *open* while it has a descriptor for appending, and *sealed* when its index is on disk. A full segment whose index
 could not be written is neither. When the store is opened, the pages of a segment without an index are all read
-(segment_recovery). SegmentStore owns the segments. A SegmentLog has the segments of one tag, so that the pages of this tag can
-be counted and deleted separately.
+(segment_recovery). SegmentStore owns the segments. A SegmentLog has the segments of one tag, the part of a page key that is
+derived from the cache salt, so that the pages of one salt can be counted and deleted separately.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class SegmentFile:
     def _drop_cached(self, first: int) -> None:
         """Asks the system to drop the bytes from `first` on from the page cache.
 
-        Only bytes that are on the disk are dropped. The bytes of the last append usually are not yet, so each append also drops
-        the bytes of the append before it. Segments in the page cache would displace other files, and count against a memory limit
-        of the worker.
+        Only bytes that are on the disk are dropped. The bytes of the last append usually are not on the disk yet, so each append
+        also drops the bytes of the append before it. Segments in the page cache would displace other files, and count against a
+        memory limit of the worker.
         """
         assert self._fd is not None, "the segment is open"
         with contextlib.suppress(OSError):  # the file system does not support it
@@ -227,7 +227,7 @@ class SegmentLog:
         self._form = form
         self.capacity = capacity
         self.segments: list[SegmentFile] = []  # oldest first; only the last one may be open
-        self.num_bytes = 0  # sum of the segments' charges
+        self.num_bytes = 0  # sum of SegmentFile.charge of the segments
 
     def add(self, segment: SegmentFile) -> None:
         self.segments.append(segment)

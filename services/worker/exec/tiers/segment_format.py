@@ -5,8 +5,8 @@
 
 A slot is the index of a record. Records have equal sizes, so the records after a damaged one can be read. The head of a record
 has the page key and a checksum of key and page. The checksum's seed is from the segment's header, so a record is valid only in
-its own file and under one identity. All pages of a segment have the same tag. The header has this tag and the time of the first
-page.
+its own file and under one identity. All pages of a segment have the same tag, which is derived from their cache salt. The header
+has this tag and the time of the first page.
 
 If pages are large and consist of whole disk blocks, the header and each head also take one block, with zeros before their
 checksums. Every write then begins and ends at a block boundary, and can bypass the page cache.
@@ -30,8 +30,8 @@ HEADER_BYTES = 128
 HEAD_BYTES = 64
 BLOCK_BYTES = 4096  # a multiple of the block size of nearly all disks
 DIRECT_PAGE_BYTES = 1 << 16  # smallest page size for which heads take whole blocks; for smaller pages, they would waste space
-# Largest size of one append. One system call writes many small pages, and a large page is still in the CPU cache when it is
-# written.
+# Largest size of one append, unless a single record is larger. One system call writes many small pages, and a large page is still
+# in the CPU cache when it is written.
 _BATCH_BYTES = 16 << 20
 _BATCH_RECORDS = 256  # largest number of records in one append; they have 512 parts, and Disk.write() takes at most 1024
 # magic, version, length of the identity, page_bytes, number, identity, tag, began_ms

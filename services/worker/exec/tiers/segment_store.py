@@ -1,10 +1,11 @@
 """The file tier: a PageStore with KV pages in segment files, which outlive the process. It has one owner and runs on one thread.
 
-Each segment has pages of one tag only, and pages are appended to one segment per tag at a time. So the pages of one cache salt
-can be counted and deleted by file. If new pages would exceed the cap (max_bytes), the oldest segment is deleted as a whole. If
-they would exceed the quota of their tag, the oldest segment of the tag is deleted. The segment and slot of each page are in
-memory only. When the store is opened, they are read from indexes and records, and quotas are applied again. A disk error ends a
-write and pauses later writes, but stored pages can still be read.
+A tag is the part of a page key that is derived from the cache salt. Each segment has pages of one tag only, and pages are
+appended to one segment per tag at a time. So the pages of one cache salt can be counted and deleted by file. If new pages would
+exceed the cap (max_bytes), the oldest segment is deleted as a whole. If they would exceed the quota of their cache salt, the
+oldest segment of their tag is deleted. The segment and slot of each page are in memory only. When the store is opened, they are
+read from indexes and records, and quotas are applied again. A disk error ends a write and pauses later writes, but stored pages
+can still be read.
 
 The process may die at any call. When the store is opened again, segments may have a torn end or no index. Only full segments are
 synced to the disk. After a power cut, checksums detect pages that did not reach the disk.
@@ -33,8 +34,8 @@ from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
 Location = tuple[SegmentFile, int]  # segment and slot of a page
-# At least this many segments fit under the cap. They also fit under a quota, unless this many segments of one page would exceed
-# the quota. The deletion of one segment then loses at most about a quarter of the pages.
+# The cap holds at least this number of segments. The quota of a cache salt holds this number, too, unless it is smaller than this
+# number of segments with one page each. The deletion of one segment then loses at most about a quarter of the pages.
 LEAST_SEGMENTS = 4
 SALTED_BYTES = 32 << 20  # largest size of a segment with a salt; smaller than others, because there may be one open per salt
 MOST_OPEN = 64  # largest number of open segments; they have no index, so opening the store reads them as a whole
@@ -42,7 +43,7 @@ MOST_PAGE_BYTES = 1 << 30  # largest page, because Linux writes at most 2 GiB pe
 
 
 class SegmentStore:
-    """A PageStore in a folder. The sizes of its files together never exceed max_bytes.
+    """A PageStore in a folder. Its files together never exceed max_bytes, apart from segments that could not be read at opening.
 
     Opening the store deletes segments of another identity, page size or version, and logs their number.
     """
@@ -70,7 +71,7 @@ class SegmentStore:
             max_bytes: the cap, which is the largest total size of the files.
             segment_bytes: approximate size of a segment; smaller if the cap requires it, and larger if a page is larger.
             identity: identity of the store, at most 64 bytes.
-            salt_bytes: quota of a tag in bytes; 0 for no quota.
+            salt_bytes: quota of a cache salt in bytes; 0 for no quota.
             clock: returns rising seconds, for pauses.
             wall: returns seconds since 1970, for ages of pages.
             disk: the file system, None for the machine's.
@@ -102,7 +103,7 @@ class SegmentStore:
         self._lost: dict[bytes, None] = {}  # page keys for the next take_lost()
         self._corrupt_pages = self._failed_reads = self._failed_writes = 0
         self._over_quota_pages = self._deleted_pages = 0
-        self._num_charged = 0  # sum of the segments' charges
+        self._num_charged = 0  # sum of SegmentFile.charge of all segments
         self._num_on_disk = 0  # bytes of all files, those of leftovers included
         self._next_number = 0
         self._folder = StoreFolder(folder, self._disk)
@@ -413,7 +414,7 @@ class SegmentStore:
 
 
 def _capacity(form: SegmentFormat, max_bytes: int, segment_bytes: int) -> int:
-    """Returns the number of slots of a segment. Raises ValueError if LEAST_SEGMENTS segments of a page exceed the cap."""
+    """Returns the number of slots of a segment. Raises ValueError if LEAST_SEGMENTS segments of one page exceed the cap."""
     most = form.slots_within(max_bytes // LEAST_SEGMENTS)
     if most == 0:
         least = LEAST_SEGMENTS * form.bytes_with_index(1)

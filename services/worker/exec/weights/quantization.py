@@ -169,8 +169,8 @@ def _scheme(option: str, name: str, depth: int) -> Scheme | None:
 def quantized(name: str, weight: Tensor, scheme: Scheme) -> CodedWeight:
     """Returns the codes of a matrix [N, K], symmetric around 0, computed for some output channels at a time.
 
-    The element of the largest magnitude in a group gets the code of the largest magnitude: -8 with 4 bits, 127 or -127 with
-    8 bits. A scale of 4 bits may be negative, and is rounded to bfloat16 before the codes are computed.
+    The element of the largest magnitude in a group gets the number (code - zero point) of the largest magnitude: -8 with 4 bits,
+    127 or -127 with 8 bits. A scale of 4 bits may be negative, and is rounded to bfloat16 before the codes are computed.
 
     Raises:
         CheckpointError: the depth does not fit the scheme, or an element is not finite.
