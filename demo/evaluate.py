@@ -29,7 +29,7 @@ MODEL = Path(__file__).resolve().parents[1] / "models/demo"
 BATCH = 50
 CHAT_TURNS = (2, 3, 8)
 TOOL_KINDS = {"one": 41, "chain": 34, "plain": 25}
-LONG_SENTENCES = (70, 180)  # smallest and largest number, of about 16 tokens each
+LONG_SENTENCES = (70, 180)  # smallest and largest number of sentences before a question; one has about 16 tokens
 MAX_NEW_TOKENS = 320
 AT_ONCE = 8  # requests to a server at once
 
@@ -161,7 +161,7 @@ def tool_accuracy(answer: Answer, kind: str, questions: int, rng: Random) -> tup
 def long_accuracy(answer: Answer, role: str, questions: int, rng: Random) -> tuple[float, str]:
     """Returns the share of right answers, and the last wrong answer with its question; "" if all are right.
 
-    The questions follow LONG_SENTENCES sentences of other text, in the same user message or after a system message (`role`).
+    LONG_SENTENCES sentences of other text precede each question, in a system message or in the question's message (`role`).
     """
     right, wrong = 0, ""
     for batch in batches([(name, *sample_held_out(name, rng)) for name in rng.choices(list(TASKS), k=questions)]):
@@ -200,7 +200,7 @@ def main() -> None:
         choices=list(TASKS),
         default=list(TASKS),
         metavar="TASK",
-        help="default: all, chats and long messages",
+        help="tasks to measure; default: all tasks, and also chats and long messages",
     )
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

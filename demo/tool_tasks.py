@@ -71,7 +71,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """A message with a text and parallel calls. The text comes before the calls and names the values to look up."""
+    """A message of the assistant: a text that names the values to look up, and then the parallel calls that look them up."""
 
     text: str
     calls: tuple[Call, ...]

@@ -47,8 +47,8 @@ IGNORED = -100
 SHORT_ROW, LONG_ROW = 512, 3072  # tokens of a row
 WARMUP_STEPS = 50
 TOOLS_SHARE, LONG_MESSAGE_SHARE = 0.55, 0.35
-LONGEST_MESSAGE = 180  # sentences of about 16 tokens each
-# Numbers of turns, from which that of each conversation is drawn.
+LONGEST_MESSAGE = 180  # largest number of sentences of a message; a sentence has about 16 tokens
+# Each conversation draws its number of turns from these numbers.
 SHORT_ROW_TURNS, LONG_ROW_TURNS = (1, 1, 1, 1, 1, 1, 2, 2, 3, 4), (1, 1, 1, 2, 2, 3, 4, 6, 12)
 
 
@@ -148,7 +148,8 @@ def encode_document(
 ) -> tuple[list[int], list[int]]:
     """Returns token ids and labels of a conversation, which ends with END_OF_DOCUMENT.
 
-    The labels are the assistant's tokens, each followed by END_OF_TURN, at their own positions (not shifted).
+    The labels are the tokens of the assistant's messages, with END_OF_TURN after each message. A label is at the position of its
+    token (not shifted). All other labels are IGNORED.
     """
     tokens: list[int] = []
     labels: list[int] = []

@@ -27,7 +27,7 @@ KEPT = (1, 2, 3)  # layers of the demo model whose outputs the EAGLE-3 head read
 DEPTH, FADING = 3, 0.8  # draft tokens per position, and weight of each relative to the one before
 DRAFT_TOKENS = 1024  # size of the head's vocabulary: the most frequent tokens
 ROW = 256  # tokens of a row
-TASKS_SHARE = 0.75  # share of rows with --tasks, if given
+TASKS_SHARE = 0.75  # share of the rows that have only the tasks of --tasks, if --tasks is given
 FOLDERS = {"eagle3": "demo-eagle3", "mtp": "demo-mtp", "draft": "demo-draft"}
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "size": 64, "inner": 640}
 EPS, THETA = 1e-6, 10_000.0
@@ -215,7 +215,7 @@ def divergence(logits: Tensor, said: Tensor, ids: Tensor | None) -> tuple[Tensor
 def head_loss(
     head: Eagle3 | Mtp, target: Qwen3ForCausalLM, taught: tuple[list[Tensor], Tensor, Tensor], batch: Batch, ids: Tensor | None
 ) -> tuple[Tensor, list[float]]:
-    """Returns the loss over DEPTH draft tokens after each token of the assistant, and per depth the share of divergence().
+    """Returns the loss over DEPTH draft tokens after each token of the assistant, and per depth the share of right drafts.
 
     Only the entries that draft tokens of the assistant are computed completely. Rows are padded to the largest number of these
     entries in a row.
@@ -245,7 +245,7 @@ def small_loss(model: Qwen3ForCausalLM, said: Tensor, batch: Batch) -> tuple[Ten
 
 
 def make_tasks_row(tokenizer: PreTrainedTokenizerFast, rng: Random, shares: dict[str, float]) -> tuple[list[int], list[int]]:
-    """Returns a row like make_row(), but only with questions of the tasks in `shares`."""
+    """Returns a row like those of make_row(), but only with questions of the tasks in `shares`."""
 
     def draw(_: str, rng: Random) -> tuple[str, str]:
         return sample_training(*rng.choices(list(shares), list(shares.values())), rng)

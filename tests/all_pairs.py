@@ -48,7 +48,7 @@ def each_pair(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[s
 
 
 def each_value(*, indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test with cases that contain each value. Use it for axes whose values the code never combines."""
+    """Parametrizes a test with cases that together have each value of each axis. Use it for axes that the code never combines."""
     sizes = [len(axis) for axis in axes.values()]
     return _parametrized(axes, [tuple(index % size for size in sizes) for index in range(max(sizes))], indirect)
 

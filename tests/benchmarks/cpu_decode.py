@@ -44,7 +44,7 @@ GROUPS = {
 
 
 class TimedKernels:
-    """Forwards every kernel call, adds its duration to that of a group, and records which weights are read. For one thread."""
+    """Forwards kernel calls, adds the time of each call to a group (GROUPS), and records the weights that are read. One thread only."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels

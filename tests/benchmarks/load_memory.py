@@ -53,7 +53,7 @@ class Peak:
 
 
 def measure(model: str, form: str, threads: int) -> dict[str, int]:
-    """Loads the model in this process. Returns the bytes of the weights and both growths."""
+    """Loads the model in this process. Returns bytes: the weights, and the growth of anonymous memory after and while loading."""
     from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
 
     scheme, _, head = form.partition("+")

@@ -55,8 +55,8 @@ WARM_UP_CHATS = 3
 CHATS = 10
 MIN_RUNS = 10  # smallest number of runs in the chat window, and smallest ratio to the runs in the idle window
 MAX_TOKENS = 32
-SETTLE_S = 2.0  # for the work that follows a chat
-ANSWER_S = 60.0  # limit for a chat, and for a process's counts
+SETTLE_S = 2.0  # seconds after the last chat, for the work that follows a chat
+ANSWER_S = 60.0  # seconds; longest wait for a chat, and for the counts of a process
 
 
 @dataclass(frozen=True, slots=True)

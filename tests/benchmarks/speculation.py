@@ -196,7 +196,7 @@ def main() -> None:
             ratios.append(plain.seconds / guessing.seconds)
             tokens = options.new_tokens * options.streams
             lengths.append(tokens / (tokens - drafter.accepted))
-            pair = f"{name}: {ratios[-1]:.3f}, {drafter.drafted} guesses, {plain.seconds:.1f} s without"
+            pair = f"{name}: {ratios[-1]:.3f}, {drafter.drafted} draft tokens, {plain.seconds:.1f} s without"
             print(pair, file=sys.stderr, flush=True)
         low, high = interval(ratios)
         summary = f"{median(lengths):.2f} tokens a step, {same} of {options.streams} texts equal in the last pair"

@@ -92,7 +92,7 @@ def test_plan_begins_each_round_with_another_variant() -> None:
     assert all(len(each) == 4 and set(each) == set(chosen) for each in by_round)
 
 
-def test_table_has_medians_ratios_and_reasons() -> None:
+def test_tables_have_medians_ratios_and_the_reasons_of_absent_variants() -> None:
     rates = {OURS: [60.0, 50.0, 70.0], VLLM: [20.0, 25.0, 30.0], OPENVINO: [40.0, 50.0, 45.0]}
     found = [
         Measurement(number, variant, "8", rate, memory=(number + 1) * 10**9)
@@ -119,14 +119,14 @@ def test_workload_that_failed_in_one_round_has_no_rate_and_no_ratio() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[4, 3], [4, 5], [4]], ids=["short", "long", "missing"])
-def test_check_fails_when_a_request_has_a_wrong_length(lengths: list[int]) -> None:
+def test_check_lengths_fails_when_a_request_is_missing_or_has_a_wrong_length(lengths: list[int]) -> None:
     job = Job([[1], [2]], 4, 1)
     check_lengths([4, 4], job)
     with pytest.raises(RunFailed):
         check_lengths(lengths, job)
 
 
-def test_closed_loop_keeps_the_number_in_flight() -> None:
+def test_closed_loop_has_at_most_the_given_number_of_requests_in_flight() -> None:
     class Stepped:
         def __init__(self) -> None:
             self.left: dict[int, int] = {}

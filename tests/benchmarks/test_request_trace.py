@@ -154,7 +154,7 @@ def test_each_construction_of_an_object_is_counted_once(
         pytest.param(119, 12, False, id="mostly periodic"),
     ],
 )
-def test_function_belongs_to_chats_when_run_ten_times_as_often_as_in_idle_time(
+def test_function_counts_as_work_of_chats_if_it_runs_ten_times_as_often_as_when_idle(
     with_chats: int, idle: int, expected: bool
 ) -> None:
     assert belongs_to_chat(with_chats, idle) is expected

@@ -25,7 +25,7 @@ Launch = tuple[Any, ...]
 
 
 class HostWaits(AssertionError):
-    """Raised for a call during a step that reads a device value on the host, or copies from unpinned memory."""
+    """Raised if a step makes a call that reads a device value on the host, or that copies from unpinned memory."""
 
 
 class Watch:
@@ -174,7 +174,7 @@ class ForgetfulGraph:
 
 
 class ForgetfulMemory:
-    """Replaces graph memory. Like real graphs, its captures have only addresses, and do not keep the memory allocated."""
+    """Replaces graph memory. Like a real CUDA graph, a captured graph stores only addresses, so the memory may be freed."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -148,7 +148,7 @@ class Driver:
         return SlotParams(sequence.slot, size, params, stops, i32(sequence.prompt), drafted_for=params.speculative)
 
     def step(self, rows: list[tuple[Sequence, int]], masks: Masks | None = None) -> None:
-        """Runs one step and distributes its results.
+        """Runs one step and adds its results to the sequences of the rows.
 
         Args:
             rows: see plan().

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 
 def fuse_experts(folder: Path) -> None:
-    """Replaces the tensors of each expert by those of transformers' modules, which have all experts of a layer."""
+    """Replaces the tensors of single experts by tensors that have all experts of a layer, as in transformers' modules."""
     file = folder / "model.safetensors"
     tensors: dict[str, torch.Tensor] = {}
     parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""Random requests with shared prefixes, whose copies between tiers take many steps."""
+"""Random requests with shared prefixes, while copies of their pages between tiers take many steps."""
 
 from __future__ import annotations
 

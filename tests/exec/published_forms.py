@@ -1,6 +1,6 @@
 """Writes weights in the layouts of quantization tools, with the library compressed-tensors or as the tool's documentation says.
 
-Each Form returns the tensors of one module, and its elements float32[N, K].
+Form.encode returns the tensors of one module, and the elements float32[N, K] that their codes stand for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Form:
     encode: Callable[[str, Tensor], Encoded]  # encodes a module's weight [N, K]
     config: dict[str, Any]  # quantization_config
     scheme: str  # LoadedInfo.quantization
-    becomes_float: bool = False
+    becomes_float: bool = False  # whether the worker stores the weights in the model's dtype instead of as codes
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -33,21 +33,21 @@ def grouped(weight: Tensor, group: int) -> Tensor:
 
 
 def steps(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns scales float32[N, C] that float16 represents exactly, and zero points [N, C]. Codes from 0 reach all weights."""
+    """Returns scales float32[N, C] that float16 represents exactly, and zero points [N, C] of codes that begin at 0."""
     low, high = grouped(weight, group).amin(-1), grouped(weight, group).amax(-1)
     scales = ((high - low) / ((1 << bits) - 1)).half().float()
     return scales, (-low / scales).round().clamp(0, (1 << bits) - 1)
 
 
 def rounded(weight: Tensor, scales: Tensor, zeros: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns codes int64[N, K], and their elements."""
+    """Returns codes int64[N, K], and the elements [N, K] that the codes stand for."""
     codes = (grouped(weight, group) / scales[..., None] + zeros[..., None]).round().clamp(0, (1 << bits) - 1)
     elements = (codes - zeros[..., None]) * scales[..., None]
     return codes.long().reshape(weight.shape), elements.reshape(weight.shape)
 
 
 def words(codes: Tensor, bits: int, positions: tuple[int, ...] | None = None) -> Tensor:
-    """Packs codes int64[R, n] into int32[R, n bits / 32]. Column c of a word has the position positions[c]."""
+    """Packs codes int64[R, n] into int32[R, n bits / 32]. Column c of a word begins at bit positions[c] * bits."""
     per_word = 32 // bits
     places = torch.tensor(positions or range(per_word))
     packed = (codes.reshape(len(codes), -1, per_word) << (places * bits)).sum(-1)

@@ -27,9 +27,10 @@ def is_linear(name: str) -> bool:
 
 
 def rewrite(source: Path, target: Path, change: Callable[[str, Tensor], dict[str, Tensor]], **config: Any) -> Path:
-    """Writes a copy of a model folder with one file of weights, in which `change` replaces each tensor, and returns `target`.
+    """Writes a copy of a model folder with one file of weights. Returns `target`.
 
     Args:
+        change: takes the name and the value of a tensor; returns the tensors that replace it, by name.
         config: values that are added to config.json.
     """
     target.mkdir(parents=True)

@@ -125,7 +125,7 @@ class Turned:
     """A new scheduler on an executor that may have served other schedulers before.
 
     The test runs each iteration of the scheduler loop.
-    After the draft tokens of a row, at most a random number of grammar masks are filled, as if the step had no more time.
+    For the draft tokens of a row, only a random number of grammar masks is used, as if the step had no time to fill more.
     """
 
     def __init__(self, config: SchedulerConfig, executor: Executor, overlap: bool) -> None:

@@ -89,7 +89,7 @@ class Repeater(FakeExecutor):
 
 
 class Turned(Engine):
-    """The test engine of the core with any executor. It records the core's statistics after each turn."""
+    """The test engine of the core with any executor. It records the core's statistics after each iteration of the loop."""
 
     def __init__(self, config: SchedulerConfig, overlap: bool, executor: Any) -> None:
         super().__init__(config, overlap)

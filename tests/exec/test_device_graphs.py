@@ -52,7 +52,7 @@ PAGE_SIZE, SLOTS, PAGES = 4, 12, 400
 
 
 class CapturableTorch(KernelAttention):
-    """Attention in torch that can be captured in a graph. WatchedAttention records each of its calls as one launch."""
+    """Attention in torch that can be captured in a graph. WatchedAttention records each call of this attention as one launch."""
 
     captures = True
 
@@ -469,7 +469,7 @@ def test_warm_up_launches_every_kernel_of_a_step(folder: Path) -> None:
 
 
 @of_one_model
-def test_number_of_measured_top_logprobs_is_rounded_up(device: Device) -> None:
+def test_number_of_measured_top_logprobs_is_rounded_up_to_5_or_20(device: Device) -> None:
     logprobs, rows = device.executor.runner.sampler.logprobs, torch.zeros(1, dtype=torch.int32)
     logits = torch.arange(257.0)[None]
     found = [logprobs.measure(logits, rows, rows, number).top_ids[0].tolist() for number in (0, 1, 4, 5, 6, 20)]

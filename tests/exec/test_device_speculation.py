@@ -98,7 +98,7 @@ def guess_with(executor: DeviceExecutor, plain: DeviceExecutor, target: Asked, e
 
 
 @pytest.mark.parametrize("number", [pytest.param(2, id="penalties"), *([pytest.param(1, id="top-p")] if NIGHTLY else [])])
-def test_drafting_changes_no_bit_of_an_answer_on_a_late_device(plain: DeviceExecutor, late: DeviceExecutor, number: int) -> None:
+def test_drafting_changes_no_bit_of_an_answer_on_a_slow_device(plain: DeviceExecutor, late: DeviceExecutor, number: int) -> None:
     target = asked(number)
     guesses = guess_with(late, plain, target, 0.3)
     assert strings(WORLD, late, target, range(CONTEXTS)) == strings(World(), plain, target, range(1))
@@ -227,7 +227,7 @@ def test_verification_of_draft_tokens_uses_graphs(folder: Path, monkeypatch: pyt
 
 
 def test_hidden_states_for_the_drafter_are_in_the_order_of_the_plan(late: DeviceExecutor) -> None:
-    """A graph computes the last token of each row first, because it is sampled. The kept states must have the plan's order."""
+    """A graph computes the last token of each row first, because it is sampled. The drafter needs states in the plan's order."""
     plans = []
     forward = late.runner.forward
     turned = Turned(WORLD.config(), late, overlap=False)

@@ -81,7 +81,10 @@ class Served:
         self.core.submit(message, 0.0)
 
     def drain(self, turns: int = 1_000_000) -> None:
-        """Runs turns until all requests have ended, but at most `turns` turns. Compiles pending grammars before each turn."""
+        """Runs at most `turns` iterations of the scheduler loop, and ends when all requests have ended.
+
+        Marks the pending grammars as compiled before each iteration.
+        """
         prev: Run | None = None
         while turns > 0 and not self.core.idle:
             turns -= 1

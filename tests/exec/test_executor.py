@@ -183,7 +183,7 @@ def test_failed_step_fails_only_the_caller_that_waits_for_that_step(executor: De
     assert len(sequence.output) == 1
 
 
-def test_mask_applies_only_to_the_row_with_that_number_in_the_plan(executor: DeviceExecutor) -> None:
+def test_grammar_mask_applies_only_to_the_row_whose_number_is_its_key(executor: DeviceExecutor) -> None:
     """The key of a mask is the number of its row in the plan. Rows that are not sampled have a number too.
 
     A row without a mask may get any token.

@@ -92,7 +92,7 @@ def test_layer_of_experts_equals_the_module_of_transformers(
 
 
 def test_loading_has_few_unpacked_experts_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the tensors of the checkpoint's reader that are still in memory when it creates another tensor."""
+    """Counts, after each read of a matrix from the checkpoint, the matrices read so far that are still in memory."""
     shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
     tensors = {
         f"mlp.experts.{expert}.{name}.weight": torch.randn(shape) for expert in range(COUNT) for name, shape in shapes.items()

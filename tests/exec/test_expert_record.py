@@ -24,7 +24,7 @@ from tests.exec.test_scheduler_parity import PAGE_SIZE, Served, config_for
 from tests.exec.test_speculation import guess_with
 from tests.exec.tiny_models import EXPERTS, MODELS, TinyModel, greedy_answers
 
-# Mixtral has a sparse layer in each layer, and here no windows, which would need cache groups.
+# All layers of this Mixtral are sparse, and none has a window, because windows would need cache groups.
 MIXTURES = {"mixtral": TinyModel("Mixtral", EXPERTS), "qwen3-moe": MODELS["qwen3-moe"]}
 SHAPES = {"mixtral": ExpertShape((0, 1, 2), 8, 3), "qwen3-moe": ExpertShape((0, 2), 8, 3)}
 RNG = random.Random(5)
@@ -104,7 +104,7 @@ def test_experts_equal_those_of_transformers(mixture: Mixture, executors: Any, o
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_experts_are_complete_when_a_step_is_computed_in_pieces(mixture: Mixture, executors: Any, first: int) -> None:
-    """Covers the fault of sglang #26860 on the executor: a step has more tokens than its buffers hold."""
+    """Covers the fault of sglang #26860 on the executor: a step has more tokens than the executor's buffers hold."""
     executor = executors(max_tokens=16)
     check(recording(mixture, executor, enable_mixed_chunk=True), mixture, first)
     assert executor.runner.stats.pieces > 4
@@ -120,7 +120,7 @@ def test_rejected_draft_tokens_are_not_counted(mixture: Mixture, executors: Any,
     assert 0 < served.core.counters.accepted_tokens_total < served.core.counters.drafted_tokens_total
 
 
-def test_padding_and_replays_of_graphs_count_as_other_steps(mixture: Mixture) -> None:
+def test_graph_steps_report_the_experts_of_each_replay_without_padding(mixture: Mixture) -> None:
     """Covers the fault of sglang #12162 on the executor: captured decode steps must report the experts of each replay.
 
     The steps also launch no work for which the host waits.

@@ -80,7 +80,7 @@ def test_closed_streams_refuse_new_work() -> None:
     streams.close()
 
 
-def test_spare_streams_are_reused_and_shared_beyond_the_limit() -> None:
+def test_spare_streams_are_reused_and_are_shared_when_all_are_lent() -> None:
     made: list[int] = []
 
     def make(priority: int) -> int:

@@ -49,7 +49,7 @@ class Pair:
 def made_of(
     folder: Path, world: World, dtype: str, max_tokens: int = 512, parts: DeviceParts | None = None, **more: Any
 ) -> tuple[DeviceExecutor, World]:
-    """Builds an executor. `more` has further fields of DeviceOptions. Returns it with the world of its cache groups."""
+    """Builds an executor. `more` has further fields of DeviceOptions. Returns the executor, and `world` with its cache groups."""
     options = DeviceOptions(device="cpu", num_threads=1, deterministic=True, max_drafts=world.max_drafts, max_chunk=256)
     options = replace(options, max_tokens=max_tokens, **more)
     sizes = (world.page_size, world.max_slots, world.num_pages, 0.5, world.context_len)
@@ -113,7 +113,7 @@ def test_drafting_changes_no_bit_of_an_answer_with_a_grammar(pair: Pair, monkeyp
 
 @pytest.mark.by_day(one_in=2, seed=1)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-def test_ngram_drafts_change_no_bit_of_an_answer_that_is_retracted(pair: Pair, overlap: bool) -> None:
+def test_ngram_drafts_change_no_bit_of_an_answer_when_the_request_is_retracted(pair: Pair, overlap: bool) -> None:
     """The client predicts the output, with wrong tokens in two places."""
     guess_with(pair.drafting, NgramDrafter())
     target = next(targets(WORLD, random.Random(8), 20, NEW_TOKENS))
@@ -144,7 +144,7 @@ def test_drafting_changes_no_bit_of_an_answer_when_steps_are_computed_in_pieces(
     executor.close()
 
 
-def test_draft_tokens_change_no_bit_of_an_answer_on_a_late_device(
+def test_draft_tokens_change_no_bit_of_an_answer_on_a_slow_device(
     pair: Pair, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DraftController, "choose", now_and_then())

@@ -172,7 +172,7 @@ def test_load_does_not_wait_for_a_backup(moving: Moving, monkeypatch: pytest.Mon
 
 
 def test_fetch_waits_for_an_earlier_load_into_the_same_page(moving: Moving) -> None:
-    """The load was reported early. So the core has already given its page to another request, which fetches into the page."""
+    """The load was reported before its end. So the core has given its page to another request, which fetches into the page."""
     moving.moved(OperationKind.BACK_UP, [0], [0])
     moving.moved(OperationKind.STORE, [], [0])
     coming = HostArrival(2)

@@ -95,7 +95,7 @@ def test_pieces_of_one_token_equal_the_whole_plan(rows: list[tuple[int, bool, in
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.integers(0, 5), st.data())
-def test_selection_keeps_only_the_chosen_rows(
+def test_select_keeps_only_the_chosen_rows_of_a_piece(
     rows: list[tuple[int, bool, int, bool]], num_decode: int, data: st.DataObject
 ) -> None:
     begun = whole(plan_of(rows, num_decode))

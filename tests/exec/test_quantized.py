@@ -195,7 +195,7 @@ def test_codes_stay_packed_and_float8_becomes_bfloat16(folders: dict[str, Path],
         assert outputs(coded, "bfloat16", quantization="int8")[2].weight_bytes < plain.weight_bytes - 0.9 * linear
 
 
-def test_schemes_may_differ_by_layer(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_schemes_may_differ_between_the_matrices_of_a_layer(folders: dict[str, Path], tmp_path: Path) -> None:
     four, eight = FORMS["packed 4 by 128"], FORMS["packed 8 by channel"]
     parts = {"self_attn": eight, "mlp": four}
     stored, elements = {}, {}
@@ -239,7 +239,7 @@ def test_fp8_with_a_scalar_scale_equals_its_elements(folders: dict[str, Path], t
 
 
 @pytest.mark.parametrize("order", ["groups", "none"])
-def test_reader_of_compressed_tensors_follows_the_groups_of_elements(order: str, tmp_path: Path) -> None:
+def test_reader_of_compressed_tensors_applies_weight_g_idx(order: str, tmp_path: Path) -> None:
     form = FORMS["packed 4 by 32 with zero points"]
     shuffled = torch.randperm(128, generator=torch.Generator().manual_seed(3)) if order == "groups" else torch.arange(128)
     back, weight = torch.argsort(shuffled), torch.randn(32, 128, generator=torch.Generator().manual_seed(4))
@@ -287,7 +287,7 @@ def test_tensor_with_all_experts_is_refused_by_name(form: str, tensor: str, tmp_
             layout.tensors("experts.up.weight", (4, 64, 64))
 
 
-def test_scales_by_block_of_integers_are_refused(tmp_path: Path) -> None:
+def test_block_scales_of_integer_codes_are_refused(tmp_path: Path) -> None:
     save_file({"w.weight_scale": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
     with closing(Checkpoint(tmp_path, has_codes=True)) as checkpoint:
         layout = CompressedTensors(FORMS["int8 by channel"].config, checkpoint)
@@ -305,7 +305,7 @@ def with_codes(source: Path, target: Path, name: str) -> Path:
     return rewrite(source, target, change, quantization_config=form.config)
 
 
-def test_head_with_codes_is_not_quantized_again(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_quantize_head_is_refused_when_the_head_has_codes(folders: dict[str, Path], tmp_path: Path) -> None:
     coded = with_codes(folders["llama"], tmp_path / "coded", "lm_head.weight")
     with pytest.raises(
         CheckpointError, match=r"lm_head\.weight has int4 by 128 in the checkpoint already. Unset --quantize-head"
@@ -313,7 +313,7 @@ def test_head_with_codes_is_not_quantized_again(folders: dict[str, Path], tmp_pa
         outputs(coded, quantize_head=True)
 
 
-def test_head_of_a_model_without_one_is_not_quantized(tmp_path: Path) -> None:
+def test_quantize_head_is_refused_when_the_model_has_no_head(tmp_path: Path) -> None:
     TinyModel("Qwen3", SIZES | {"head_dim": 32}, class_name="Qwen3Model").build(tmp_path / "model")
     with pytest.raises(UnsupportedModel, match=r"has no vocabulary projection to quantize\. Unset --quantize-head"):
         outputs(tmp_path / "model", quantize_head=True)

@@ -176,7 +176,7 @@ def test_stream_of_experts_to_a_device_gives_the_weights_of_the_reader(
 # Refused folders
 
 
-def test_orders_of_experts_inputs_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_act_order_of_experts_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     coded, _ = encoded(folders["qwen3-moe"], tmp_path, FORMS["gptq 4 act-order"], only="experts")
     fault = r"model\.layers\.0\.mlp\.experts cannot be loaded: an order of the inputs \(act-order\) is not supported"
     with pytest.raises(CheckpointError, match=fault):

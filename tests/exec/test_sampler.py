@@ -191,7 +191,9 @@ def test_greedy_token_is_the_lowest_id_among_equal_logits(kernels: SampleKernels
     params={"greedy": GREEDY, "drawn": SamplingParams(8), "edited": replace(GREEDY, logit_bias=((1, 1.0),))},
     poison=[torch.nan, torch.inf],
 )
-def test_nan_logits_fail_only_one_row(kernels: SampleKernels, params: SamplingParams, poison: float) -> None:
+def test_only_the_row_whose_logits_are_not_finite_gets_a_fault(
+    kernels: SampleKernels, params: SamplingParams, poison: float
+) -> None:
     sampler = sampler_of(kernels, params)
     sampler.admit(slot_params(1, GREEDY, [], 0))
     logits = torch.tensor([LOGITS, LOGITS, LOGITS])

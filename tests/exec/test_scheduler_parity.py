@@ -95,7 +95,7 @@ class Served:
         self._next = 0
 
     def run(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, routed_from: int = -1) -> list[list[int]]:
-        """Submits requests, runs turns until all have ended, and returns their outputs in order.
+        """Submits requests, runs the scheduler loop until all have ended, and returns their outputs in order.
 
         Args:
             routed_from: see Submit.

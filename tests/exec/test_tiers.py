@@ -219,7 +219,7 @@ SCHEDULES = 60 if NIGHTLY else 4
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_requests_read_no_poisoned_page_when_copies_are_late(
+def test_requests_read_no_poisoned_page_when_copies_take_many_steps(
     folder: Path, plain: Served, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with shared prefixes arrive and are aborted at random times, while copies take many steps."""

@@ -23,7 +23,7 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 PACKED = {  # number of packed modules by family
     **dict.fromkeys(("qwen2-moe", "olmoe", "granite-moe", "deepseek-v2", "minimax-m2", "dots1", "hunyuan-moe"), 3),
     **dict.fromkeys(("deepseek-v3", "glm4-moe", "ernie4.5-moe"), 2),  # the first layer has no experts
-    "jetmoe": 0,  # transformers' code has no interface
+    "jetmoe": 0,  # its experts do not use transformers' exchangeable implementations
     "interleaved": 3,
     "gelu": 0,
 }
@@ -72,7 +72,7 @@ def packed_bytes(module: Any) -> int:
     return sum(tensor.nbytes for part in (packed.gate_up, packed.down) for tensor in part.tensors)
 
 
-def test_results_do_not_change_when_kernels_are_twins(tmp_path: Path) -> None:
+def test_experts_keep_transformers_code_when_the_kernels_are_the_torch_twins(tmp_path: Path) -> None:
     model = SERVED["olmoe"].build(tmp_path)
     assert pack_experts(model, reference) == 0 and not packed_modules(model)  # type: ignore[arg-type]
 

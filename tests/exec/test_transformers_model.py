@@ -236,7 +236,7 @@ def test_attention_sizes_below_the_context_are_found_in_the_config(options: dict
         ({"index_block_size": 512}, 256, 160),
     ],
 )
-def test_long_trial_is_longer_than_every_attention_size_within_the_context(
+def test_long_trial_is_longer_than_each_attention_size_that_trials_cover(
     options: dict[str, Any], context_len: int, tokens: int
 ) -> None:
     trial = transformers_check.long_trial(transformers.LlamaConfig(**options), context_len)
@@ -263,7 +263,7 @@ def test_error_names_the_config_key_of_an_attention_size_beyond_all_trials() -> 
     ],
     ids=["causal", "window", "another-window", "chunks", "unnamed-window", "looks-ahead"],
 )
-def test_mask_description_is_checked_to_the_end_of_the_context(window: int, allows: MaskFunction, fits: bool) -> None:
+def test_is_causal_window_checks_a_mask_to_the_end_of_the_context(window: int, allows: MaskFunction, fits: bool) -> None:
     assert MaskDescription(allows, window).is_causal_window(8192) is fits
 
 

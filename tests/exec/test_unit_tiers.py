@@ -1,4 +1,4 @@
-"""Windows and states in tiers and KV transfers: completions have the same bits with units from every place."""
+"""Windows and states in tiers and KV transfers: units from host, storage or prefill worker change no bit of a completion."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_decode_worker_continues_a_request_with_units_of_the_prefill_worker(fold
 
 
 @pytest.mark.parametrize("seed", range(30 if NIGHTLY else 2))
-def test_requests_read_no_poisoned_unit_when_copies_are_late(
+def test_requests_read_no_poisoned_unit_when_copies_take_many_steps(
     folder: Path, plain: Served, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with shared prefixes arrive and are aborted at random times, while copies take many steps."""

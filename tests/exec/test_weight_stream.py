@@ -200,7 +200,7 @@ def test_streaming_releases_each_tensor_that_the_kernels_have_copied(saved: Call
     assert len(given) > 4
 
 
-def test_filled_source_returns_each_tensor_once() -> None:
+def test_weights_source_returns_an_allocated_tensor_only_once() -> None:
     allocated = Allocated(torch.float32, torch.device("cpu"))
     fused = allocated.stacked([("a", (2, 3)), ("b", (1, 3))])
     assert [(part.name, part.into.data_ptr() - fused.data_ptr()) for part in allocated.placements] == [("a", 0), ("b", 24)]

@@ -89,7 +89,7 @@ class Served:
             core: the scheduler.
             prefers_reading: whether reading pages always counts as faster than computing them, so that tests of reads do
                 not depend on the machine's speed.
-            poisoned: whether free pages are filled with NaN after each step, so that reading one changes the result.
+            poisoned: whether _poison() overwrites free pages after each step, so that a read of one changes results.
         """
         self.executor, self.core = executor, core
         self.answers: dict[int, Answer] = {}
@@ -167,7 +167,7 @@ class Served:
         return plan is not None or storing or not core.settled or not core.idle
 
     def drain(self) -> None:
-        """Runs turns until all requests have ended and no page operation runs."""
+        """Runs the scheduler loop until all requests have ended and no page operation runs."""
         began = time.monotonic()
         while self.turn():
             assert time.monotonic() - began < DEADLINE_S, f"requests or page operations have not ended after {DEADLINE_S:.0f} s"
@@ -189,9 +189,9 @@ class Served:
             self.executor.change_reservations(events)
 
     def _poison(self) -> None:
-        """Fills free pages and units.
+        """Overwrites free pages and units with NaN (a large number on a GPU), so that a read of them changes results.
 
-        This is safe: no step is in flight, and a free page that a load is still writing has no request.
+        This is safe: no step is in flight, and if a load still writes a free page, no request will read that page.
         """
         memory, pool = self.core.memory, self.executor.runner.passes.pool
         free: dict[CacheKind | None, NDArray[np.int32]] = {None: memory.pages.free_pages()}

@@ -84,10 +84,10 @@ class TinyModel:
 
 
 def greedy_answers(model: Any, prompts: list[list[int]], num_new: int) -> list[list[int]]:
-    """Returns transformers' greedy output for each prompt. End-of-sequence tokens do not end it.
+    """Returns transformers' greedy output for each prompt. End-of-sequence tokens do not end an output.
 
-    The prompts are one batch, padded on the left. It runs on one thread, because with several threads, such a small computation
-    takes twenty times as long while another process runs.
+    The prompts are one batch, padded on the left. The batch runs on one thread, because with several threads, such a small
+    computation takes twenty times as long while another process runs.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -105,8 +105,8 @@ def test_graph_applies_a_grammar_mask_only_in_the_step_of_the_mask(executors: tu
     assert [output.count(250) >= 1 for output in outputs[0]] == [True] * 3 and outputs[0][1][1] == outputs[0][0][3] == 250
 
 
-def test_graph_computes_several_given_tokens_of_a_row(executors: tuple[Any, Any]) -> None:
-    """A row with several given tokens has one row of the graph per token. The other rows must not change its result."""
+def test_graph_computes_several_known_tokens_of_a_row(executors: tuple[Any, Any]) -> None:
+    """A row with several known tokens takes one row of the graph per token. The other rows must not change its result."""
     runner, outputs = executors[0].runner, []
     runner.graph_limits = GraphLimits(GRAPH_ROWS, 10_000)
     before = runner.stats.eager_steps
@@ -122,5 +122,5 @@ def test_graph_computes_several_given_tokens_of_a_row(executors: tuple[Any, Any]
         outputs.append([row.tokens for row in rows])
     assert outputs[0] == outputs[1]
     assert runner.stats.eager_steps == before + 2, (
-        "only two steps may run without a graph: that with the prompts, and that with 15 given tokens and 2 rows"
+        "only two steps may run without a graph: that with the prompts, and that with 15 known tokens and 2 decode rows"
     )

@@ -61,7 +61,9 @@ def test_prefix_from_host_memory_gives_the_same_bits(opened: Open, plain: Served
 
 
 @pytest.mark.by_day(one_in=2)
-def test_step_waits_for_layers_that_are_loaded_late(opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_waits_for_layers_that_are_loaded_after_the_report(
+    opened: Open, plain: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The copy stream pauses before each layer, after the core has received the early completion report of the load."""
     group_loader = PageCopier.group_loader
 

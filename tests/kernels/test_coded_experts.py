@@ -39,7 +39,7 @@ def kernels() -> CpuKernels:
 
 @dataclass(frozen=True)
 class CodedCase:
-    """The inputs of one call, whose weights are the elements of codes, and these codes."""
+    """The inputs of one call, and the codes of its weights. The weights in `case` are the elements that the codes stand for."""
 
     case: Case
     gate_up: list[CodedWeight]
@@ -88,7 +88,7 @@ def coded_case(
 
 
 def assert_equals_elements(found: Tensor, case: CodedCase, rounds: bool) -> None:
-    """Checks an output against the twin, which multiplies elements, or against products of 8 bits."""
+    """Checks an output against the twin's, or, if `rounds`, against products whose inputs are rounded to 8 bits."""
     assert_close(found, case.with_8_bits() if rounds else case.computed(reference))  # type: ignore[arg-type]
 
 
@@ -134,7 +134,7 @@ def test_cpp_experts_equal_the_elements_of_codes_that_do_not_fill_blocks(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_torch_twin_equals_its_experts_without_codes(scheme: Scheme, dtype: torch.dtype) -> None:
+def test_torch_twin_equals_experts_with_the_elements_of_the_codes(scheme: Scheme, dtype: torch.dtype) -> None:
     case = coded_case((scheme, scheme), dtype, rows=5)
     plain = replace(case.case, gate_up=case.case.gate_up.float(), down=case.case.down.float())
     assert_close(case.computed(reference), plain.expected())  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ class OneByOne:
         return made
 
 
-def test_packing_has_the_codes_of_one_expert_in_memory_at_a_time(kernels: CpuKernels) -> None:
+def test_packing_has_the_codes_of_at_most_two_experts_in_memory(kernels: CpuKernels) -> None:
     case = coded_case((Scheme(4, 64), Scheme(4, 32)), torch.float32)
     gate_up, down = OneByOne(case.gate_up), OneByOne(case.down)
     packed = kernels.pack_experts(gate_up, case.case.gate_up_bias, down, case.case.down_bias, CLAMPED)

@@ -126,7 +126,8 @@ class Context:
     def __init__(
         self, dtype: torch.dtype, shape: tuple[int, int, int, int], page_size: int, window: int, ruled: bool = False
     ) -> None:
-        """
+        """Creates random queries, keys and values of LENGTH tokens.
+
         Args:
             shape: heads, KV heads, size of a key and size of a value.
             ruled: whether scores have a cap and heads have sinks.

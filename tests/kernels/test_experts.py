@@ -193,7 +193,7 @@ def test_experts_equal_the_twin_when_all_rows_use_one_expert(kernels: CpuKernels
     assert_close(case.computed(kernels), case.expected())
 
 
-def test_experts_overwrite_their_input(kernels: CpuKernels) -> None:
+def test_experts_accept_their_input_as_the_output(kernels: CpuKernels) -> None:
     case = case_of(random.Random(9), torch.bfloat16, experts=4, inner=48, width=130, rows=20, choices=2)
     packed, expected = case.packed(kernels), case.computed(kernels)
     kernels.experts(case.x, case.x, case.ids, case.weights, packed)
@@ -253,7 +253,7 @@ class OneByOne:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packing_has_one_expert_in_memory_at_a_time(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_packing_has_at_most_two_unpacked_experts_in_memory(kernels: CpuKernels, dtype: torch.dtype) -> None:
     case = case_of(random.Random(11), dtype, experts=10, inner=40, width=66, rows=9, choices=2)
     gate_up, down = OneByOne(case.gate_up), OneByOne(case.down)
     packed = kernels.pack_experts(gate_up, None, down, None, SWIGLU)

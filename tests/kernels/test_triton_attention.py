@@ -249,7 +249,7 @@ def test_decode_plan_splits_a_long_row_among_short_rows(kind: str, device: torch
     torch.testing.assert_close(call.out[live].float().cpu(), expected(call)[live], atol=2e-5, rtol=2e-5)
     assert not call.out.isnan().any()
     splits = int((~scratch.levels.view(-1, launch.blocks.m)[:, 0].isnan()).sum())
-    assert splits == (0 if call.rule.window else -(-LONG // 256)), "a split has 256 positions"
+    assert splits == (0 if call.rule.window else -(-LONG // 256)), "each split but the last has 256 positions"
 
 
 @triton.jit
@@ -274,7 +274,7 @@ MANY_ROWS = pytest.param(
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize(("rows", "extra", "window"), [(1, 1, 0), (5, 3, 0), (5, 40, 0), MANY_ROWS, (9, 30, 100)])
 def test_each_split_is_assigned_to_one_program(rows: int, extra: int, window: int, device: torch.device) -> None:
-    """The first row is row 1. A block has 16 positions, a split has two or more blocks, and a row has at most eight splits."""
+    """The first row is row 1. A block has 16 positions. A row has at most 8 splits, each but the last with 2 or more blocks."""
     rng = torch.Generator().manual_seed(rows + extra)
     starts = (torch.rand(rows + 1, generator=rng) ** 6 * 3000).int()
     slots = torch.where(torch.rand(rows + 1, generator=rng) < 0.2, -1, 0).int()
@@ -299,7 +299,7 @@ def test_each_split_is_assigned_to_one_program(rows: int, extra: int, window: in
 @pytest.mark.by_day(one_in=2)
 @each_value(lanes=[16, 32, 128], splits=[0, 3])
 def test_attention_matches_the_reference_for_any_row_length(lanes: int, splits: int, device: torch.device) -> None:
-    """Rows longer and shorter than a tile, and rows without tokens, in tiles of 5, 10 and 42 tokens of 3 heads."""
+    """A row has more or fewer tokens than a tile, or none. With 3 heads, a tile of 16, 32 or 128 lanes has 5, 10 or 42 tokens."""
     call = case([(0, 11), (3, 0), (40, 43), (2, 1), (9, 0), (17, 10)], (3, 1), (16, 16), 4, device, window=30)
     run(call, False, Blocks(lanes, 16, 4, 1), splits)
     assert_right(call)
@@ -307,7 +307,7 @@ def test_attention_matches_the_reference_for_any_row_length(lanes: int, splits: 
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("shapes", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_plan_with_other_tiles_matches_the_reference(shapes: Shapes, device: torch.device) -> None:
+def test_retiled_plan_matches_the_reference(shapes: Shapes, device: torch.device) -> None:
     call = case(shapes, (4, 2), (16, 16), 4, device)
     shape, tokens = head_shape(call.q, call.k_pool, call.v_pool), len(call.q)
     plan = plan_call(shape, call.rows, tokens, 0, device)
@@ -430,7 +430,7 @@ def test_plans_have_enough_programs_to_fill_the_device() -> None:
     assert plan_decode(shape, 0, 2, 40960, 132).extra == 126, "a row has at most 64 splits"
     assert plan_decode(shape, 0, 64, 200, 132).extra == 1, "one kernel serves all lengths"
     assert retiled(shape, many, many.blocks, 2, 256).programs == 256 * 8
-    assert plan_decode(shape, 0, 1, 300, 132).splits == 2  # a split has at least 256 positions
+    assert plan_decode(shape, 0, 1, 300, 132).splits == 2  # each split but the last has at least 256 positions
     assert plan_decode(shape, 0, 1, 1 << 20, 132).splits == 64
     assert plan_extend(shape, 4, 4 * 2048, 2048, 132).splits == 0
     assert plan_extend(shape, 1, 64, 16384, 132).splits > 1

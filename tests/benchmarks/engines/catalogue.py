@@ -15,7 +15,7 @@ class Engine:
     bits: tuple[int, ...] = (16,)  # bits per weight for which the engine is measured
     requirements: tuple[str, ...] = ()  # packages with exact versions
     removed: tuple[str, ...] = ()  # dependencies that are removed after the installation, because they need another torch
-    # (distribution, name, version): a copy of the distribution's metadata under this name and version, which its code looks up
+    # (distribution, name, version): further metadata with this name and version, which the distribution's code looks up
     alias: tuple[str, str, str] | None = None
     # Libraries for LD_PRELOAD, as patterns below the environment or /usr/lib. The engine's documentation recommends them.
     preloaded: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ ENGINES = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An engine with weights of a number of bits."""
+    """An engine that runs weights of 16, 8 or 4 bits."""
 
     engine: str  # key of ENGINES
     bits: int

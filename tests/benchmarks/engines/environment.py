@@ -77,7 +77,7 @@ def install(name: str, folder: Path, pip_flags: Sequence[str] = ()) -> Path:
 
 
 def copy_metadata(packages: Path, distribution: str, name: str, version: str) -> None:
-    """Copies the metadata of a distribution under another name and version, which its code looks up."""
+    """Writes metadata with a name and version that a distribution's code looks up, and with the distribution's entry points."""
     (origin,) = packages.glob(f"{distribution.replace('-', '_')}-*.dist-info")
     copy = packages / f"{name}-{version}.dist-info"
     copy.mkdir()

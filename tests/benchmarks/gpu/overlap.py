@@ -11,8 +11,9 @@ from tests.benchmarks.gpu.models import Wanted
 from tests.benchmarks.gpu.variants import COLUMNS, measure_variant
 
 HOW = (
-    "Decode steps from a context of 256 tokens, greedy. Median wall time between the tokens of two steps on the host. Each"
-    " variant has its own executor, one after the other. Speedup: mean step without overlap / mean step with it, at 64 rows."
+    "Greedy decode steps with the number of rows in the first column, from a context of 256 tokens on. Median and mean wall time"
+    " between the tokens of two steps on the host. Each variant has its own executor, one after the other. Speedup: mean step"
+    " without overlap / mean step with it, at 64 rows."
 )
 MODEL = "qwen3-0.6b"
 ROWS = (1, 8, 64, 256)

@@ -17,7 +17,7 @@ PROFILED_STEPS = 20
 def measure_variant(wanted: Wanted, name: str, rows: Sequence[int], setting: Setting, journal: Journal) -> dict[int, float]:
     """Measures one variant, and stores a profile in the journal under `name`.
 
-    The profiled decode steps have the number of rows, one of `rows`, that is nearest to 64.
+    The profile has decode steps with that number in `rows` which is nearest to 64.
 
     Returns:
         Mean seconds of a decode step by number of rows.

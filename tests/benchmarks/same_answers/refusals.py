@@ -10,7 +10,7 @@ from tests.benchmarks.same_answers.corpus import Case
 PER_PATH = 40
 REMOVED = object()  # in place of a value: the field is removed from the body
 
-# Values that every route refuses, by field. WITHOUT has the fields that a route does not have.
+# By field: values that each route with this field refuses. WITHOUT has the fields that a route does not have.
 SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (-0.5, "warm", [], 1e9),
     "top_p": (1.5, -1, "most"),

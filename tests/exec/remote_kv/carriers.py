@@ -1,4 +1,7 @@
-"""Carriers for tests: a fake NIXL over loopback with selectable faults, and the real NIXL if it is installed."""
+"""Carriers (processes that read remote memory through NIXL) for tests.
+
+The library is a fake NIXL over loopback with selectable faults, or the real NIXL if it is installed.
+"""
 
 from __future__ import annotations
 

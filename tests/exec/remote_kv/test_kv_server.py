@@ -364,7 +364,7 @@ class TestLeaving:
             assert asking.ask(read_request(whole, 0, 1))[0] is Status.OK
 
     def test_reader_of_an_older_version_releases_nothing_when_disconnecting(self, served: Served) -> None:
-        """Another reader may use the new version."""
+        """Another reader may use the new version of the reservation."""
         whole = replace(reservation(7, (3, 8, 13)), opening=5)
         served.server.open(replace(whole, pages=whole.pages[:2], opening=4))
         with Asking(served.server.port) as before:

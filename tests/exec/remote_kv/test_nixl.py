@@ -224,7 +224,7 @@ def reads_over_tcp(served: Served, own: KeptCarrier, caplog: pytest.LogCaptureFi
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("fault", ["stuck", "late"])
-def test_reader_falls_back_to_tcp_when_a_read_is_late(
+def test_reader_falls_back_to_tcp_when_a_read_through_nixl_does_not_end(
     fault: str, fakes: tuple[KeptCarrier, KeptCarrier], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(staging, "PIECE_TIMEOUT_S", 0.2)

@@ -214,7 +214,7 @@ class TestFaultyServers:
             assert asked.result() is None
             assert warnings(caplog) == []
 
-    def test_release_of_a_reservation_returns_soon_when_the_server_is_silent(self) -> None:
+    def test_release_of_a_reservation_does_not_wait_for_connect_timeout_s_when_the_server_is_silent(self) -> None:
         with SickPeer(sick_peers.silent) as peer:
             one = reader(connect_timeout_s=600.0)
             begun = time.monotonic()
@@ -222,7 +222,7 @@ class TestFaultyServers:
             assert time.monotonic() - begun < 60.0, "a release waits for much less than connect_timeout_s, 600 s"
             one.close()
 
-    def test_reader_sends_nothing_for_a_while_after_a_failure(self) -> None:
+    def test_reader_sends_nothing_to_a_server_during_the_pause_after_a_failure(self) -> None:
         """Without the pause, each of many reads would wait for the timeout."""
         with SickPeer(sick_peers.silent_after_the_request) as peer:
             one = reader(read_timeout_s=0.3)

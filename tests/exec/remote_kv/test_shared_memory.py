@@ -1,4 +1,4 @@
-"""Reads of pages through shared memory: the received bytes, reservations that are closed, and peers that are refused."""
+"""Reads of pages through shared memory: the received bytes, reservations that are closed, and readers that are refused."""
 
 from __future__ import annotations
 

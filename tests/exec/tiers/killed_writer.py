@@ -4,7 +4,7 @@ It forks a writer for each number on a line of standard input, and prints "gone"
 process id, and then the stored and dropped keys of every write.
 
 With "salted", a writer writes pages of several salts under a quota, and sometimes deletes the pages of one salt. The writer
-prints the salt's tag before a deletion, and the dropped keys after it.
+prints the salt's tag (the beginning of its page keys) before a deletion, and the dropped keys after it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from rootstock_llm.services.worker.exec.tiers.segment_store import SegmentStore
 
 PAGE = 96  # bytes
 SLOTS = 4  # pages per segment
-A, B, C = (letter * TAG_BYTES for letter in (b"a", b"b", b"c"))  # tags of three salts
+# Tags of three salts. A tag is the beginning of a page key; it is derived from the cache salt.
+A, B, C = (letter * TAG_BYTES for letter in (b"a", b"b", b"c"))
 FORMAT = SegmentFormat(PAGE, b"")
 SEGMENT = FORMAT.bytes_with_index(SLOTS)  # bytes of a full segment and its index
 

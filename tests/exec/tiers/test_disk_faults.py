@@ -1,4 +1,4 @@
-"""The file tier on a disk that is full, faulty or read-only: no call raises, and missing pages are counted."""
+"""The file tier on a disk that is full, faulty or read-only: no call of an open store raises, and missing pages are counted."""
 
 from __future__ import annotations
 

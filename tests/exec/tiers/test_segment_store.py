@@ -75,7 +75,7 @@ class TestPages:
         assert read(it, keys(3, 1)) == 0
         assert it.take_lost() == ()
 
-    def test_read_leaves_the_buffer_after_the_returned_pages_unchanged(self, tmp_path: Path) -> None:
+    def test_read_does_not_write_beyond_the_returned_pages(self, tmp_path: Path) -> None:
         it = store(tmp_path)
         write(it, keys(1))
         out = bytearray(b"x" * 2 * PAGE)
@@ -383,7 +383,7 @@ class TestFiles:
         assert readable(it) == keys(*range(SLOTS)) and it.counts().failed_writes == 0
 
     def test_large_pages_begin_at_block_boundaries(self, tmp_path: Path) -> None:
-        """The header and each head take a whole block. The third page is written from memory that is not block-aligned."""
+        """The segment's header and each record's head take a whole block. The memory of the third page is not block-aligned."""
         size, block = DIRECT_PAGE_BYTES, BLOCK_BYTES
         it = SegmentStore(tmp_path, size, 64 * size, 8 * size, wall=Hours())
         for numbers in ((1, 2), (3,)):

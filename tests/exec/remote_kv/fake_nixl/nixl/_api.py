@@ -7,8 +7,8 @@ The environment variable NIXL_FAKE of the process selects a fault:
 | `broken` | The library cannot be loaded. |
 | `blind` | There is no UCX backend. |
 | `stuck` | No read ends. |
-| `late` | Only the first two reads end. |
-| `wrong` | Reads return other bytes. |
+| `late` | Only the first two reads of an agent end. |
+| `wrong` | Reads return zeros instead of the remote bytes. |
 | `refuses` | No memory can be registered. |
 """
 
