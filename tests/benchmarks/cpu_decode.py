@@ -44,7 +44,7 @@ GROUPS = {
 
 
 class TimedKernels:
-    """Forwards kernel calls, adds the time of each call to a group (GROUPS), and records the weights that are read. One thread only."""
+    """Forwards kernel calls, times each of them by group (GROUPS), and records the weights that they read. For one thread."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
