@@ -101,8 +101,8 @@ def differences(old: dict[str, Fixed], new: dict[str, Fixed]) -> list[str]:
 def current() -> dict[str, Fixed]:
     """Returns the content of immutable.json for the present chart.
 
-    The content omits Jobs, because a changed Job gets a new name. In other sets than `defaults`, it also omits objects that
-    are equal to those of `defaults`.
+    The content omits Jobs, because a changed Job gets a new name. For every value set except `defaults`, it also omits objects
+    that are equal to those of `defaults`.
     """
     found = {name: fixed_fields(release) for name, release in releases().items()}
     usual = found[NAMES[0]]

@@ -136,7 +136,7 @@ def test_recording_rules_equal_the_simulation(tmp_path: Path) -> None:
 
 @pytest.mark.needs("promtool")
 def test_prefill_and_decode_workers_scale_by_separate_queues(tmp_path: Path) -> None:
-    """Scales two decode workers and one prefill worker before any request has ended.
+    """Evaluates the scaling queries for two decode workers and one prefill worker, of which none has completed a request.
 
     Before a request has ended, `rootstock:enough_workers` is twice the number of workers. It bounds the backlog metric. Two of
     the three workers decode, so their metric has two thirds of this bound.

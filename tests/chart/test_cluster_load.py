@@ -103,7 +103,7 @@ def test_load_clients_stop_at_once_and_add_a_note_when_the_test_raises() -> None
     assert load.ended == ended
 
 
-def test_wait_retries_failed_checks_and_reports_the_last_failure() -> None:
+def test_until_retries_failed_checks_and_reports_the_last_failure() -> None:
     looks: Iterator[CommandFailed | bool] = iter([CommandFailed("kubectl get pods: no route"), False, True])
 
     def holds() -> bool:
@@ -121,7 +121,7 @@ def test_wait_retries_failed_checks_and_reports_the_last_failure() -> None:
         until(fails, "pods", 0.01, 0.001)
 
 
-def test_lines_of_a_run_are_grouped_by_test() -> None:
+def test_result_lines_of_a_cluster_run_are_grouped_by_test() -> None:
     entries = [
         {"file": "b.py", "test": "test_two", "line": "began"},
         {"file": "a.py", "test": "test_one", "outcome": "passed"},

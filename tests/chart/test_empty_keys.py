@@ -131,7 +131,7 @@ def test_empty_resources_of_a_model_remove_the_workers_resources() -> None:
     assert pod(release, "worker", "a").container()["resources"]["requests"]
 
 
-def test_empty_block_is_off_when_off_is_the_default() -> None:
+def test_feature_is_off_when_its_block_of_values_is_empty_and_off_is_the_default() -> None:
     off = {"tls": {"certManager": None}, "ingress": None, "httpRoute": None, "tracing": None, "state": None}
     release = render({**off, "gateway": {"autoscaling": None, "settings": None}, "worker": {"kvTiers": None, "prefill": None}})
     kinds = {each["kind"] for each in release.objects}

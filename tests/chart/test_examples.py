@@ -27,7 +27,7 @@ def test_example_values_files_are_accepted_without_a_lint_finding(file: Path) ->
     assert f"-f {file.relative_to(REPO)}" in file.read_text(), "the file must have the command that installs it"
 
 
-def test_values_for_kind_run_one_pod_of_each_service_without_a_gpu() -> None:
+def test_values_file_for_a_kind_cluster_runs_one_pod_of_each_service_without_a_gpu() -> None:
     release = render(values_of("kind"))
     assert [pod(release, service).owner["spec"]["replicas"] for service in SERVICES] == [1, 1, 1, 1]
     limits = [container["resources"]["limits"] for each in pods(release) for container in each.containers()]

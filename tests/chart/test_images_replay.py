@@ -166,7 +166,9 @@ def test_replayed_build_skips_only_the_listed_commands(front: Builder) -> None:
     ],
     ids=["the default", "none", "another", "a folder"],
 )
-def test_torch_index_option_is_given_only_when_set(asked: str | None, options: list[str], tmp_path: Path) -> None:
+def test_pip_gets_the_torch_index_option_only_when_the_build_argument_is_set(
+    asked: str | None, options: list[str], tmp_path: Path
+) -> None:
     """Runs the build step with a pip that prints its arguments."""
     arguments, folder = torch_index(asked)
     assert folder == (asked if asked == str(ROOT) else "")

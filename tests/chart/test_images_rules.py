@@ -167,7 +167,7 @@ def test_good_dockerfile_has_no_complaints(tmp_path: Path) -> None:
 @pytest.mark.by_day(one_in=3, seed=12)
 @pytest.mark.by_day(one_in=1, name="python 3")
 @pytest.mark.parametrize("name", WRONG)
-def test_complaint_names_the_broken_rule(name: str, tmp_path: Path) -> None:
+def test_complaint_about_a_dockerfile_names_the_broken_rule(name: str, tmp_path: Path) -> None:
     expected, before, after = WRONG[name]
     assert before in GOOD
     (tmp_path / "Dockerfile").write_text(GOOD.replace(before, after))

@@ -1,4 +1,4 @@
-"""Tests that docs/reference/kubernetes/features.md names existing tests, one per row."""
+"""Tests that docs/reference/kubernetes/features.md names only existing tests, and at least one test per row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_features_page_mentions_only_existing_tests() -> None:
     assert NAMED.search(text) and list(faults(text, "chart")) == []
 
 
-def test_missing_tests_on_the_page_are_reported() -> None:
+def test_names_of_missing_tests_on_a_page_are_reported() -> None:
     case = "`test_templates.py::test_rendered_fields_have_the_expected_values[no such case]`"
     named = f"`test_index_docs.py::test_nothing`, `test_nowhere.py::test_x`, {case}"
     assert len(list(faults(named, "chart"))) == 3

@@ -9,11 +9,11 @@ from tests.chart.release import Release, title
 from tests.chart.variants import ALL
 
 
-def test_rule_is_checked_for_every_release() -> None:
+def test_invariant_is_checked_in_every_release() -> None:
     assert list(offences(lambda name, _: [name])) == ALL
 
 
-def test_every_violation_of_a_rule_is_reported() -> None:
+def test_every_violation_of_an_invariant_is_reported() -> None:
     found = offences(lambda _, release: map(title, release.kind("Deployment")), ["two-models", "stateful-set"])
     assert {name: len(each) for name, each in found.items()} == {"two-models": 8, "stateful-set": 4}
     assert "Deployment/llm-rootstock-worker-small" in found["two-models"]

@@ -57,7 +57,7 @@ def sizing_rows() -> list[Row]:
 def context_lens() -> dict[str, tuple[int, dict[int, int]]]:
     """Returns the context lengths of sizing.md by model: the model's own length, and shorter lengths by GPU memory in GB.
 
-    A GPU is listed only if the model's own length does not fit. Its length is the largest that fits.
+    A GPU memory is listed only if the model's own length does not fit. Its value is the largest length that fits.
     """
     found: dict[str, tuple[int, dict[int, int]]] = {}
     for names, context, needed in table(3):
@@ -179,7 +179,7 @@ def test_weights_need_twice_the_memory_when_the_dtype_is_float32() -> None:
     assert refusal(values_for("Qwen/Qwen3-14B", 60)) == ""
 
 
-def test_prefill_workers_are_checked_with_their_own_settings() -> None:
+def test_kv_pool_of_prefill_workers_is_checked_with_their_own_settings() -> None:
     values = merged(
         values_for("Qwen/Qwen3-32B", 80), {"worker": {"prefill": {"replicas": 1, "settings": {"mem_fraction_static": 0.5}}}}
     )

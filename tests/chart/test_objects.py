@@ -1,4 +1,4 @@
-"""Tests every object of every set of values: it is valid, its name is unique, and its references exist."""
+"""Tests every object of every value set: it is valid, its name is unique, and its references exist."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_pod_that_meets_the_restricted_standard_has_no_violations() -> None:
 
 @pytest.mark.by_day(one_in=2)
 @pytest.mark.parametrize("control", BAD)
-def test_violation_names_the_broken_control(control: str) -> None:
+def test_pod_security_violation_names_the_broken_control(control: str) -> None:
     assert {fault.split(":")[0] for fault in violations(BAD[control], {})} == {control}
 
 

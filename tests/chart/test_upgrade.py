@@ -60,7 +60,7 @@ def test_recorded_immutable_fields_cover_every_object() -> None:
     assert {name: missing for name in new if (missing := sorted(set(new[name]) - set(old.get(name, {}))))} == {}
 
 
-def test_comparison_reports_a_changed_selector() -> None:
+def test_comparison_of_immutable_fields_reports_a_changed_selector() -> None:
     new = current()
     new["defaults"]["Deployment/llm-rootstock-gateway"] = {"spec.selector": {"matchLabels": {"app": "other"}}}
     assert len(differences(golden(), new)) == 1

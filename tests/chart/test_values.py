@@ -472,7 +472,7 @@ def test_prefill_workers_are_checked_like_workers() -> None:
     assert refusal(worker(replicas=0)) == refusal(worker(kind="LeaderWorkerSet", hosts=1)) == ""
 
 
-def test_accepted_memory_limit_fits_the_workers_host_tier() -> None:
+def test_memory_limit_that_the_chart_accepts_suffices_for_the_workers_host_tier() -> None:
     host, beside = 2_000_000_000, 2 << 30  # bytes: the host tier; sharedMemory and the worker itself
     least = math.ceil(host / MOST_FREE) + beside
     options = TierOptions(0.0, host, None, b"")

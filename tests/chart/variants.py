@@ -1,4 +1,7 @@
-"""Defines values of setups that the ci files do not cover. Each setup renders objects that no other setup has."""
+"""Defines value sets for cases that the values files of charts/rootstock/ci do not cover.
+
+A value set has the values of one release. Each of these value sets renders objects that no other value set renders.
+"""
 
 from __future__ import annotations
 
@@ -238,11 +241,11 @@ VARIANTS: dict[str, Values] = {
     "everything": merged(merged(merged(merged(TWO_MODELS, HPA), MONITORING), ACCESS), TUNED),
 }
 ALL = [*ci_names(), *VARIANTS]
-assert len(set(ALL)) == len(ALL), "the names of variants and ci files must differ"
+assert len(set(ALL)) == len(ALL), "the names of value sets and ci files must differ"
 
 
 def values_of(name: str) -> Values:
-    """Returns the values of a setup in ALL by its name."""
+    """Returns the values of a value set in ALL by its name."""
     return VARIANTS[name] if name in VARIANTS else ci_values(name)
 
 

@@ -15,7 +15,7 @@ Existing cluster:
 
 Buildah builds the images of docker/Dockerfile while the cluster starts. As root, apt-get installs missing Debian packages. A run
 without arguments has two passes. First, tests that use only their own namespaces run in parallel (CLUSTER_TEST_LANES, default 3).
-Then tests that disturb the cluster or measure run one by one. Then docs/reference/kubernetes gets proof.md and proof.json.
+Then tests that disturb the cluster or measure run in sequence. Then docs/reference/kubernetes gets proof.md and proof.json.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _local(command: str, folder: Path, addons: Sequence[str]) -> Cluster:
 
 
 def _test_whole(cluster: Cluster, lines: Path) -> int:
-    """Runs both passes. Returns the status of pytest in the first pass, or in the second one if the first is 0."""
+    """Runs the first pass and, if the cluster may be disturbed, the second pass. Returns the first exit status that is not 0."""
     lanes = os.environ.get("CLUSTER_TEST_LANES", "3")
     beside = _test(cluster, [*WHOLE, "-m", "not alone", "-n", lanes, "--dist", "loadfile", *IN_ORDER], lines)
     if not cluster.local and not os.environ.get("CLUSTER_TEST_DISRUPT"):

@@ -22,7 +22,7 @@ Object = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "rootstock"
 WITHIN_S = 240.0  # default time limit of until()
-# Addon → its namespace. These addons request half of the resources of two nodes, but use few. So their requests are removed.
+# Addon → its namespace. These addons request half of the resources of two nodes, but use few. addon() lowers their requests.
 GREEDY = {"keda": "keda", "prometheus": "monitoring"}
 ASK_S = 60.0  # time limit of one request to the API server
 

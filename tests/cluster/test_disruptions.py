@@ -40,7 +40,7 @@ def test_disruption_budget_allows_one_eviction_of_two_pods(install: Install, pro
 
 
 def previous_chart(folder: Path) -> tuple[Path, str]:
-    """Returns the chart of the last commit but one to its templates, and the id of this commit.
+    """Returns the chart before the latest change of its templates, and the id of the commit that has it.
 
     Without a git history, returns the current chart and a text that says so.
     """

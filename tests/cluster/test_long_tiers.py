@@ -42,7 +42,7 @@ def values_of(tiers: Object, **worker: Any) -> Object:
 
 
 def asked(release: Release) -> tuple[list[str], int]:
-    """Sends all prompts one by one. Returns the completions and the number of prompt tokens whose KV came from the storage."""
+    """Sends all prompts in sequence. Returns the completions and the number of prompt tokens whose KV came from the storage."""
     (url, *_) = release.urls()
     texts, from_storage = [], 0
     for prompt in PROMPTS:

@@ -1,4 +1,4 @@
-"""Checks the prefix index in Redis: it is consistent, and equals the workers' block counts and the gateways' mirrors."""
+"""Checks the prefix index in Redis: its keys are consistent, and workers and gateways report matching numbers of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.e2e.fleet import MODEL, Fleet
 def index_faults(fleet: Fleet) -> list[str]:
     """Returns the inconsistencies of the prefix index; empty if it has none. The fleet must be idle.
 
-    Reads the documented Redis keys and each block by name.
+    Reads the Redis keys that prefix_index.py documents. Each worker must report as many blocks as the index has of this worker.
+    All gateways must report the same number of blocks.
     """
     faults: list[str] = []
     known = {bytes(member).decode() for member in fleet.redis.smembers(prefix_index.workers_key(MODEL))}
@@ -32,7 +33,7 @@ def index_faults(fleet: Fleet) -> list[str]:
 
 
 def _block_faults(fleet: Fleet, worker: str, generation: int) -> list[str]:
-    """Returns the inconsistencies of one worker. The worker's set of blocks must have exactly the blocks that name the worker."""
+    """Returns the inconsistencies of one worker: blocks of its set that do not name it, and a wrong reported number of blocks."""
     field = prefix_index.owner_field(worker, generation)
     blocks = sorted(fleet.redis.smembers(prefix_index.own_key(worker, generation)))
     with fleet.redis.pipeline(transaction=False) as pipeline:

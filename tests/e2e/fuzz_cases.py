@@ -243,7 +243,7 @@ def _filled(path: str) -> str:
 
 
 def _member(body: Any, name: str) -> Any:
-    """Returns the member `name` of the body. Otherwise returns the body, or None for bytes or an absent body."""
+    """Returns the member `name` of an object that has it, None for bytes or an absent body, and any other body as a whole."""
     return body[name] if isinstance(body, dict) and name in body else None if isinstance(body, bytes | NotSet) else body
 
 

@@ -87,7 +87,7 @@ class Fuzzer:
         self.answered["left"] += 1
 
     def raw_faults(self, data: bytes) -> list[str]:
-        """Sends raw bytes and returns the faults: an open connection, a reply that is not HTTP, or an unexpected status."""
+        """Sends raw bytes and returns the faults: an unclosed connection, a reply that is not HTTP, or an unexpected status."""
         with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_S) as connection:
             received = b""
             try:

@@ -60,8 +60,8 @@ def write_reciting_model(
 
     Args:
         folder: created if it does not exist.
-        texts: each item is a text, which is cut at random, or the sequence of its pieces. The output ends after the text, or at
-            its first token of STOPS.
+        texts: an item is a text, which is cut into tokens at random positions, or the list of its tokens. The output ends after
+            the text, or earlier at a token of STOPS in the text.
         chat_template: Jinja source.
         seed: seed of the random cuts.
     """
@@ -109,7 +109,7 @@ class _Vocabulary:
 
 
 def _pieces(text: str | Sequence[str], chooser: random.Random) -> Iterator[str]:
-    """Yields the pieces of a text. Each special token is a piece of its own."""
+    """Yields the pieces of a text: random ones of a string, or those of a list. Each special token is a separate piece."""
     for given in [text] if isinstance(text, str) else text:
         while given:
             starts = {mark: at for mark in MARKS if (at := given.find(mark)) >= 0}

@@ -98,7 +98,7 @@ def test_choices_of_one_prompt_share_its_pages(served: Served) -> None:
     assert computed <= 412
 
 
-def test_no_cache_unit_stays_in_use_after_the_requests(served: Served) -> None:
+def test_no_unit_of_a_cache_group_stays_in_use_when_the_requests_have_ended(served: Served) -> None:
     totals = {"swa": "sglang:max_total_num_tokens_swa", "mamba": "rootstock_worker_states"}
     quarantined = {"swa": "rootstock_worker_window_quarantined_tokens", "mamba": "rootstock_worker_quarantined_states"}
     for name in ("swa", "mamba") if served.name == HYBRID else ("swa",):

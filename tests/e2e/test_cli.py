@@ -177,7 +177,7 @@ def test_status_watch_shows_a_killed_worker_within_three_seconds(system: System)
         watch.end()
 
 
-def test_bench_writes_results_outside_a_checkout(system: System, tmp_path: Path) -> None:
+def test_bench_command_writes_its_results_when_it_runs_outside_a_checkout(system: System, tmp_path: Path) -> None:
     """bench writes its results to the working directory and finds its program on PATH."""
     words = [sys.executable, "-m", "rootstock_llm.services.cli", "bench", "--num-requests", "2", "--output-len", "4", "--json"]
     environment = {**os.environ, "ROOTSTOCK_URL": system.url, "PYTHONPATH": str(ROOT)}

@@ -48,7 +48,7 @@ def test_commands_of_all_pages_succeed() -> None:
 
 @LATER
 @pytest.mark.timeout(6 * 3600)
-def test_nightly_commands_succeed() -> None:
+def test_nightly_commands_of_all_pages_succeed() -> None:
     """Uses the machine's network, because some commands install packages."""
     others = [str(page) for page in sorted((ROOT / "docs").rglob("*.md"))]  # README's commands run in the chroot
     assert end_of(sys.executable, "-m", "tests.docs_commands", "--nightly", *others) == PASSED

@@ -15,7 +15,8 @@ import pytest
 
 from tests.e2e.system import System
 
-# Operation → permitted refusal. The demo model gives no vectors, and a batch or response may end before it is cancelled.
+# Operation → permitted refusal. A model may give no vectors, a batch or response may end before it is cancelled, and a file may
+# be in use.
 ELSE_THAN_200 = {
     "post /v1/embeddings": (400, "unsupported_model"),
     "post /encode": (400, "unsupported_model"),

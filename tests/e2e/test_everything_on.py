@@ -49,7 +49,7 @@ def least_urgent_first() -> list[int]:
 @pytest.mark.parametrize(
     ("order", "apart_s"), [(shuffled(1), 0), (least_urgent_first(), 0.01)], ids=["at once", "by rising priority"]
 )
-def test_mixed_requests_get_the_results_of_a_plain_system(
+def test_mixed_requests_get_the_results_of_a_plain_system_when_the_worker_is_crowded(
     crowded: System, expected: list[Essence], order: list[int], apart_s: float
 ) -> None:
     answers = asyncio.run(ask_all(crowded, [ASKS[index] for index in order], len(ASKS), apart_s))
@@ -63,7 +63,7 @@ def is_close(got: Essence, wanted: Essence) -> bool:
 
 
 def test_crowded_worker_retracts_preempts_and_evicts(crowded: System) -> None:
-    """Reads the metrics and the log after test_mixed_requests_get_the_results_of_a_plain_system."""
+    """Reads the metrics and the log after test_mixed_requests_get_the_results_of_a_plain_system_when_the_worker_is_crowded."""
     for counter, least in (
         ("sglang:num_retracted_requests_total", 20),
         ("rootstock_worker_preempted_requests_total", 1),

@@ -109,7 +109,10 @@ def shared(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
 def test_modest_clients_keep_a_fair_share_despite_a_greedy_client(shared: Fleet) -> None:
-    """The greedy client may reduce, by at most a tenth, the number of responses that modest clients get before the count."""
+    """With the greedy client, the modest clients must get at least nine tenths of the responses that they get without it.
+
+    served_to_the_modest() counts the responses at a fixed time after the first request.
+    """
     with Clients(shared.urls) as clients:
         alone = served_to_the_modest(clients)
         over = threading.Event()

@@ -156,7 +156,7 @@ class TestFull:
             assert httpx.get(full.url + path, timeout=60).status_code == 200
         assert gauge(full, "queue", 2)() and gauge(full, "running", 1)(), "the worker must be full during the health check"
 
-    def test_client_gets_a_completion_after_retries(self, full: System) -> None:
+    def test_openai_client_gets_a_completion_by_retries_when_the_worker_was_full(self, full: System) -> None:
         """The official client retries after the time in the header retry-after."""
         slow_down(full, None)
         with openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=30, timeout=60) as client:

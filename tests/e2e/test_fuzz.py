@@ -84,7 +84,7 @@ def test_fuzzed_responses_are_as_documented(fuzzed: Fuzzed) -> None:
     assert fuzzed.system.status("/health_generate") == 200
 
 
-def test_fuzzing_ends_no_process_and_leaves_no_request(fuzzed: Fuzzed) -> None:
+def test_fuzzing_ends_no_process_and_leaves_no_open_request(fuzzed: Fuzzed) -> None:
     idle = [(name, metric) for name, metrics in IDLE.items() for metric in metrics]
     wait_until(lambda: not any(fuzzed.system.metric(*each) for each in idle), SETTLE_S, "all requests to end")
     assert {name: child.pid for name, child in fuzzed.system.children.items() if child.running} == fuzzed.pids

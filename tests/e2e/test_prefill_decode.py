@@ -46,7 +46,9 @@ def workers(system: System) -> float:
     return system.metric(name, "rootstock_gateway_connected", service="worker")
 
 
-def test_mixed_requests_get_the_results_of_one_worker(tmp_path: Path, plain_answers: PlainAnswers) -> None:
+def test_prefill_and_decode_workers_give_mixed_requests_the_results_of_one_worker(
+    tmp_path: Path, plain_answers: PlainAnswers
+) -> None:
     assert WorkerSettings.model_fields["page_size"].default == PAGE, "PAGE must be the default page size"
     expected = plain_answers.of(ASKS)
     with separate_system(tmp_path, worker_flags=CROWD) as system:
@@ -143,7 +145,7 @@ async def _answers(system: System, asked: list[dict[str, Any]], url: str = "") -
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("who", ["prefill-0", "decode-0"])
-def test_results_stay_equal_when_a_worker_is_lost(fleet: System, who: str, how: signal.Signals) -> None:
+def test_token_ids_stay_equal_when_a_prefill_or_decode_worker_is_lost(fleet: System, who: str, how: signal.Signals) -> None:
     """The worker is lost at a random time. Requests are then in all states: queued, computed, reserved, read and decoded."""
     for turn in range(ROUNDS):
         asked = bodies(18, 100 + turn)

@@ -271,7 +271,9 @@ class Case:
     CELLS if NIGHTLY else OF_THE_DAY,
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
-def test_results_stay_equal_when_a_process_is_lost_in_each_state(fleet: Fleet, state: str, who: str, how: signal.Signals) -> None:
+def test_token_ids_stay_equal_when_a_process_is_lost_in_each_state_of_a_request(
+    fleet: Fleet, state: str, who: str, how: signal.Signals
+) -> None:
     lost_gateway = "gateway-1" if who == "gateway" else ""
     case = Case(fleet, ("gateway-0", "gateway-1") if lost_gateway else ("gateway-0",))
     reader = case.reach(state)
@@ -302,7 +304,7 @@ def assert_free(fleet: Fleet, lost: set[str], lost_at: float) -> None:
     wait_until(is_free, until - time.monotonic(), "the KV reservation to end")
 
 
-def test_expired_kv_reservation_is_refused_once_and_the_prompt_is_computed(fleet: Fleet) -> None:
+def test_read_of_an_expired_kv_reservation_is_refused_once_and_the_prompt_is_computed(fleet: Fleet) -> None:
     case = Case(fleet)
     refused = {name: fleet.of(name, "rootstock_worker_refused_pulls_total") for name in DECODE}
     expired = fleet.of("prefill-0", "rootstock_worker_rooms_expired_total")

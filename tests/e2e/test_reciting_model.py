@@ -50,7 +50,7 @@ def test_chat_recites_the_selected_text(client: openai.OpenAI, text: int) -> Non
     assert whole.finish_reason == chunks[-1].finish_reason == "stop"
 
 
-def test_stream_has_the_given_pieces(client: openai.OpenAI) -> None:
+def test_stream_of_the_reciting_model_has_the_given_pieces(client: openai.OpenAI) -> None:
     chunks = [choice for chunk in client.chat.completions.create(stream=True, **chat(1)) for choice in chunk.choices]
     ends = list(itertools.accumulate(len(chunk.delta.content or "") for chunk in chunks))
     assert set(ends) <= {0, *itertools.accumulate(map(len, TEXTS[1]))}, "every chunk must end at the end of a piece"

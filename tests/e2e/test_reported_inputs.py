@@ -15,7 +15,7 @@ A row is a kind of input. The ids of the test cases have the name of the row.
     E3  hosted tools                              G1  a queue length of 0
     G5  a folder without a chat template          G9  a model that does not sample
 
-Other files test the rows that a request cannot show:
+Other files test more cases of some rows, and the rows that a request to the running system cannot test:
 
     A1 to A6  each form of template               tests/services/tokenizer/test_history.py
     B1 to B5  damaged outputs of every format     tests/services/gateway/output/test_damaged_outputs.py

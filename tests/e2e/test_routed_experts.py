@@ -75,7 +75,7 @@ def experts_in(answer: dict[str, Any]) -> list[Any]:
     return found
 
 
-def test_record_of_all_workers_counts_the_computed_tokens_once(mixture: Mixture) -> None:
+def test_expert_distribution_record_of_all_workers_counts_each_computed_token_once(mixture: Mixture) -> None:
     assert mixture.operate("dump").status_code == mixture.operate("stop").status_code == 409
     assert mixture.operate("start").status_code == 200
     assert mixture.operate("start").status_code == 409

@@ -1,4 +1,4 @@
-"""/v1/score equals transformers, samples no token, computes a shared query once, and frees all pages after an abort."""
+"""/v1/score gives the scores of transformers, samples no token, computes a shared query once, and frees its pages if aborted."""
 
 from __future__ import annotations
 

@@ -364,7 +364,9 @@ def slow_to_compile(marker: str) -> dict[str, Any]:
 
 class TestCompilerKilled:
     @pytest.mark.parametrize("victim", [0, 1], ids=["forking process", "compiler"])
-    def test_service_continues_when_a_compiler_is_killed(self, system: System, client: openai.OpenAI, victim: int) -> None:
+    def test_requests_are_served_when_a_process_of_the_grammar_compiler_is_killed(
+        self, system: System, client: openai.OpenAI, victim: int
+    ) -> None:
         assert chat(client, temperature=0, extra_body={"regex": f"[ab]{{2}}{victim}"})
         slow = slow_to_compile(f"victim{victim}")
 
@@ -385,6 +387,6 @@ class TestCompilerKilled:
         assert re.fullmatch(f"[ab]{{3}}{victim}", again[0].message.content)
         wait_until(lambda: work_of_worker(system) == 0, 60, "the worker to be idle")
 
-    def test_compiler_processes_end_after_compilation(self, system: System, client: openai.OpenAI) -> None:
+    def test_grammar_compiler_processes_end_after_compilation(self, system: System, client: openai.OpenAI) -> None:
         assert chat(client, temperature=0, extra_body={"regex": "[cd]{2}"})
         wait_until(lambda: len(compilers(system)) == 1, 60, "the last compilation to end")

@@ -80,7 +80,7 @@ def test_response_ends_with_an_error_when_the_model_version_is_gone(tmp_path: Pa
 
 
 class TwoWorkers(System):
-    """Two workers of one folder. `forms` has each worker's value of --quantization."""
+    """A system with two workers of one model folder. `forms` has each worker's value of --quantization."""
 
     def __init__(self, log_dir: Path, forms: tuple[str, str], worker_flags: str = "") -> None:
         super().__init__(log_dir, workers=2, worker_flags=worker_flags)

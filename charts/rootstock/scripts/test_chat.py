@@ -1,7 +1,7 @@
 """python -c … URL MODEL …: sends one request to each MODEL through the gateway at URL, and exits with 1 if a model fails.
 
-A model without a chat template gets a completion request, and a model for embeddings gets an embedding request. While no worker has
-free slots (503), the script retries for ten minutes.
+A model without a chat template gets a completion request, and a model for embeddings gets an embedding request. If the gateway
+responds with 503 or the connection fails, the script sends the request again, for up to ten minutes.
 """
 
 import json

@@ -26,7 +26,7 @@ block. */}}
 {{- end -}}
 {{- end }}
 
-{{/* Refuses images of the services without a registry, because they are in no public registry. */}}
+{{/* Refuses images of this project without a registry, because the project publishes its images nowhere. */}}
 {{- define "rootstock.validate.images" -}}
 {{- $images := dict "gateway" .Values.gateway.image "modelCache.prefetch" .Values.modelCache.prefetch.image -}}
 {{- if .Values.tests.enabled }}{{ $_ := set $images "tests" .Values.tests.image }}{{ end -}}
