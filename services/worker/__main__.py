@@ -359,7 +359,7 @@ def _pod_cost(settings: WorkerSettings, load_report: LoadReport) -> PodCost | No
 
 
 def _report_liveness(loop: asyncio.AbstractEventLoop, health: grpc_server.HealthService, life: WorkerLife) -> None:
-    """Sets liveness on the asyncio loop. The state is read there, so that the last change of any thread counts."""
+    """Sets liveness on the asyncio loop, which reads `life` only then, so that the last change of any thread counts."""
 
     async def report() -> None:
         await health.set_live(not life.is_hung)

@@ -20,7 +20,7 @@ from rootstock_llm.services.worker.settings import WorkerSettings
 logger = logging.getLogger(__name__)
 
 SETTING = "--speculative-ngram-external-corpus-path"
-PIECE_CHARS = 1 << 16  # longer texts are encoded in pieces of this many characters, which limits memory
+PIECE_CHARS = 1 << 16  # longer texts are encoded in pieces of at most this many characters, which limits memory
 BATCH_PIECES = 64  # pieces per call of the tokenizer
 
 Encode = Callable[[Sequence[str], bool], Sequence[Sequence[int]]]
@@ -59,7 +59,7 @@ def draft_corpus(settings: WorkerSettings, encode: Callable[[], Encode]) -> I32 
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Yields the texts of the file: one per line of a .jsonl file, else the whole content.
+    """Yields the texts of the file: one per non-empty line of a .jsonl file, else the whole content.
 
     Raises ValueError if the file cannot be read or a line is invalid.
     """

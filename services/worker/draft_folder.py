@@ -9,7 +9,7 @@ from rootstock_llm.services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-FOLDER_ALGORITHMS = frozenset(("draft", "eagle3", "mtp"))  # algorithms whose draft model has its own folder
+FOLDER_ALGORITHMS = frozenset(("draft", "eagle3", "mtp"))  # algorithms whose draft model can have its own folder
 
 
 def draft_folder(settings: WorkerSettings) -> str:
@@ -18,7 +18,8 @@ def draft_folder(settings: WorkerSettings) -> str:
     If speculative_draft_model_path is empty, the algorithm is appended to the model's folder: models/demo-eagle3 for models/demo.
 
     Returns:
-        "" if no folder is set and the default folder does not exist. mtp then uses the MTP layer in the model's checkpoint.
+        "" if no folder is set, and the algorithm has no draft model or the default folder does not exist. Without a folder, mtp
+        uses the MTP layer in the model's checkpoint.
     """
     path, algorithm = settings.speculative_draft_model_path, settings.speculative_algorithm
     if path or algorithm not in FOLDER_ALGORITHMS:

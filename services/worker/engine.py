@@ -138,8 +138,8 @@ def build_engine(settings: WorkerSettings, inbox: Inbox, on_lost: OnLost) -> Eng
     logger.info("scheduler configured", extra=fields(**asdict(config)))
     book = _book(settings, info, tokenizer, inbox) if settings.grammar_workers and info.generates else None
     publishes = bool(settings.redis_url) and settings.enable_prefix_index and config.enable_radix_cache
-    # All workers share a storage tier in Redis, so its pages are no reason to route a request to this worker. They are not
-    # reported.
+    # All workers share a storage tier in Redis, so its pages are no reason to route a request to this worker. The core therefore
+    # does not report them.
     reports_storage = settings.hicache_storage_backend != "redis"
     events = CacheEventLog(info.page_size, block_hash, weights.tree_root, reports_storage=reports_storage) if publishes else None
     keys = None
@@ -303,7 +303,7 @@ def _build_on_device(
 
 
 def _unused(settings: WorkerSettings, info: LoadedInfo) -> list[str]:
-    """Returns the changed settings of cache groups that the model does not have."""
+    """Returns the names of settings that differ from their defaults, but apply only to caches that the model does not have."""
     kinds = {group.kind for group in info.groups}
     of_kinds = {
         "swa_full_tokens_ratio": {CacheKind.WINDOW},
@@ -316,7 +316,7 @@ def _unused(settings: WorkerSettings, info: LoadedInfo) -> list[str]:
 
 
 def _remedy(settings: WorkerSettings) -> str:
-    """Returns a sentence that names the setting by which a worker gets more states."""
+    """Returns a sentence that names the setting to change for more states of recurrent layers."""
     if settings.max_mamba_cache_size:
         return "Raise max_mamba_cache_size for more"
     if settings.max_total_tokens:
@@ -352,7 +352,7 @@ def _fake(settings: WorkerSettings, _: OnLost, exchanges: PageExchanges) -> Load
 
 
 def _fake_experts(config: Mapping[str, Any]) -> ExpertShape | None:
-    """Returns the experts of a config.json with the keys of Qwen3-MoE, with experts in every layer, or None."""
+    """Returns the experts of a config.json in the form of Qwen3-MoE, as if every layer had experts; None if it names none."""
     if not config.get("num_experts"):
         return None
     layers = tuple(range(int(config["num_hidden_layers"])))

@@ -30,7 +30,7 @@ def peer_options(settings: WorkerSettings, on_released: Callable[[ReservationRel
         on_released: called on any thread when the reader of a KV reservation has released it or has disconnected.
 
     Raises:
-        ValueError: settings contradict each other, or files or addresses cannot be used.
+        ValueError: settings contradict each other, or files or folders cannot be used.
     """
     if settings.disaggregation_mode == "both":
         return None

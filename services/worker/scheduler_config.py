@@ -17,10 +17,10 @@ def scheduler_config(settings: WorkerSettings, info: LoadedInfo, bos_token_id: i
 
     Args:
         settings: settings from device_limits.resolved().
-        bos_token_id: token that the tokenizer puts before a text, or -1.
+        bos_token_id: the only token that the tokenizer puts before a text; -1 if it puts no token or several tokens.
 
     Raises:
-        ValueError: values contradict each other.
+        ValueError: settings contradict each other.
     """
     assert settings.max_running_requests != BY_DEVICE, "settings come from device_limits.resolved()"
     assert settings.chunked_prefill_size is not None, "settings come from device_limits.resolved()"

@@ -33,8 +33,8 @@ class WorkerSettings(ServiceSettings):
     served_model_name: str = Field("", description="Name of the model for clients. Empty: the name of its folder.")
     chat_template: str = Field(
         "",
-        description="Chat template file; must be the tokenizers' chat_template. Grammars may contain the special tokens that"
-        " delimit its reasoning and tool calls. Empty: the model's template.",
+        description="Chat template file; must be the same as chat_template of the tokenizers. Grammars may contain the special"
+        " tokens that the template puts around reasoning and tool calls. Empty: the model's template.",
     )
     worker_id: str = Field("", description="Name of this worker in logs, metrics and folders. Empty: host name and port.")
     redis_url: str = Field("", description="URL of the prefix index's Redis, e.g. redis://127.0.0.1:6379/0. Empty: no index.")
@@ -214,8 +214,8 @@ class WorkerSettings(ServiceSettings):
     grammar_fill_ms: float = Field(
         20.0,
         gt=0,
-        description="CPU time in ms that all grammar masks of a step may take. Time beyond it is charged to the most expensive"
-        " grammar of the step.",
+        description="CPU time in ms that all grammar masks of a step may take. Time beyond it counts as time of the most"
+        " expensive grammar of the step.",
     )
     grammar_mask_threads: int = Field(
         1, ge=1, le=64, description="Threads that fill grammar masks. More than 1 is faster only for large vocabularies."

@@ -31,7 +31,8 @@ def tier_options(settings: WorkerSettings) -> TierOptions | None:
     """Returns the options of the tiers, or None if there is only the device's memory.
 
     Raises:
-        ValueError: settings contradict each other, or other users may have read the secret.
+        ValueError: settings are unsuitable or contradict each other, or the file of the secret cannot be used. Other users must
+            not be able to read the file tier's secret.
     """
     storage = settings.hicache_storage_backend != "none"
     if settings.hicache_storage_salt_quota and not storage:

@@ -70,8 +70,8 @@ def write(
     """Writes random text that the grammar allows.
 
     Args:
-        free_tokens: number of tokens after which write() prefers `closers`, and ends as soon as the output may end. Before,
-            write() ends an output that may end with a probability of 0.1.
+        free_tokens: number of tokens after which write() prefers `closers`, and ends as soon as the output may end. Before, if
+            the output may end, write() ends it with a probability of 0.1.
         max_tokens: largest number of tokens.
         closers: tokens that end values.
 

@@ -1,7 +1,7 @@
-"""Tests schemas of zod's and pydantic's types. A refusal names an unsupported keyword. Otherwise, all output validates.
+"""Tests schemas of zod's and pydantic's types: all output validates, or the refusal of the schema names its unsupported keyword.
 
 `zod_schemas.json` holds `z.toJSONSchema(TYPE, {io: "input"})` for each type: alone, and as the only property of a strict object.
-jsonschema reads patterns as Python does. Its digits, blanks and ends of lines match more than those of ECMA 262.
+jsonschema reads patterns as Python does: digits, blanks and ends of lines match more than in ECMA 262.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class ControlSettings(TlsSettings):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status: 1 if the worker refuses or is not reachable, 2 if the command line is wrong."""
+    """Runs the command. Returns the exit status: 0, 1 if the worker refuses or is unreachable, 2 if the command line is wrong."""
     given = {name: value for name, value in vars(args).items() if name in ControlSettings.model_fields and value is not None}
     settings = load_given(ControlSettings, PROG, given)
     parse = PARSERS.get(settings.operation)

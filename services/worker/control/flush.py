@@ -27,7 +27,7 @@ class Flush:
 
     tiers: tuple[Tier, ...]
     salt: str | None = None  # cache salt; empty: pages without a salt; None: all pages
-    older_than_s: float | None = None  # smallest age in seconds; None: every age
+    older_than_s: float | None = None  # smallest number of seconds since a page was stored; None: every age
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Flushed:
 
 
 def parse(names: Sequence[str], salt: str | None, older_than_s: float | None) -> Flush:
-    """Returns the pages that the fields of a flush request select.
+    """Converts the fields of a flush request to a Flush.
 
     Args:
-        names: names of tiers, and SELECTED (no effect) if a salt or an age is given. No tier: AGE_TIERS if an age is given, else
-            SALT_TIERS if a salt is given, else DEFAULT_TIERS.
+        names: names of tiers, and SELECTED (without effect) if a salt or an age is given. If no tier is named, the result has
+            AGE_TIERS if an age is given, else SALT_TIERS if a salt is given, else DEFAULT_TIERS.
         salt: cache salt; empty: pages without a salt; None: all pages.
         older_than_s: smallest age in seconds; None: every age.
 
@@ -82,7 +82,7 @@ def flush(control: SchedulerControl, executor: Executor, selection: Flush) -> Fl
     stored: Future[Deleted] | None = None
     if Tier.STORAGE in selection.tiers and (
         selection.salt is None or tag is not None
-    ):  # a salt has no tag if the worker has no lower tiers
+    ):  # storage_tag() returns None if the worker has no lower tiers
         stored = Future()
         executor.apply(DeleteStored(Selection(tag, selection.older_than_s), stored))
     everything = selection.salt is None and selection.older_than_s is None

@@ -35,8 +35,8 @@ from rootstock_llm.services.worker.loop.inbox import Action, Barrier, Command, L
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 3600.0  # largest time limit of a call in seconds, and the time limit of calls without a deadline
-# Seconds by which the deadline of a command is earlier than the client's. In this time, the client gets the error response of a
-# late command. For calls with a time limit below 5 s, a tenth of the limit is used instead.
+# Seconds by which a command's deadline is earlier than the deadline of its call. In this time, the client gets the error of a
+# command that has missed its deadline. For calls with a time limit below 5 s, a tenth of the limit is used instead.
 RESPONSE_S = 0.5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -216,7 +216,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return result
 
     async def _deleted(self, stored: concurrent.futures.Future[Deleted], context: grpc.aio.ServicerContext) -> Deleted:
-        """Waits until the storage tier has deleted the selected pages. Aborts the call if this fails or the deadline passes."""
+        """Waits until the storage tier has deleted the selected pages. Aborts the call if pages remain or the deadline passes."""
         left = self._deadline(context) - self._clock()
         try:
             deleted = await asyncio.wait_for(asyncio.wrap_future(stored), max(left, 0.0))

@@ -361,8 +361,8 @@ def refusal_to_pb(message: worker_pb2.Submit, error: InvalidRequest) -> worker_p
 def parts_of(output: PeerOutput) -> list[PeerOutput]:
     """Splits an output whose routed experts exceed EXPERT_BYTES, because gRPC limits the size of a message.
 
-    A part has everything that the output has for its requests, so that no token arrives before its experts. Requests without
-    routed experts are in the first part.
+    All outputs of a request are in the same part, so that no token arrives before its experts. Requests without routed experts
+    are in the first part.
     """
     sizes = Counter[int]()
     for handle, ids in output.routed_experts:

@@ -79,7 +79,8 @@ def submit_from_pb(
         peer: number of the gateway stream.
         model: the model's limits.
         random_seed: 64-bit seed for a request without a seed.
-        reservation: KV reservation for a request that a decode worker continues; None if this worker has no KV port.
+        reservation: KV reservation for a request that a decode worker continues. None if the message requests no handover, or if
+            this worker has no KV port.
 
     Raises:
         InvalidRequest: a field is invalid.
@@ -438,7 +439,7 @@ def _dry(message: pb.SamplingParams, model: ModelLimits) -> DryParams | None:
 
 
 def _breaker_ids(texts: Sequence[str], model: ModelLimits) -> tuple[int, ...]:
-    """Returns the last token of each text, because a repetition that contains a breaker's text also contains this token."""
+    """Returns the last token of each text. A repetition that contains a breaker's text usually contains this token, too."""
     if model.encode_breaker is None:
         raise InvalidRequest("dry_multiplier", "this worker has no tokenizer")
     encoded = [model.encode_breaker(text) for text in texts]

@@ -1,5 +1,6 @@
-"""Structured output: a grammar is tried in a process that can be killed and then compiled here; matchers compute its masks.
+"""Structured output: a child process first tries each grammar, then the worker compiles it, and matchers compute its masks.
 
-Path of a grammar: book.open() → compiler_pool → compiler_child (schema, regex or tag → EBNF → xgrammar, then a trial) →
-compiler_pool (compiles the EBNF or tag) → book → matcher. core and exec import nothing from this package.
+Path of a grammar: book.open() → compiler_pool → compiler_child (translates the grammar to EBNF, or to xgrammar's form of a
+structural tag, and runs a trial) → compiler_pool (compiles the EBNF or tag) → book → matcher. core and exec import nothing from
+this package.
 """

@@ -54,8 +54,8 @@ class CompiledBook:
     - on_compiled(seconds, chars) is called after each successful compilation, with the time since the first open() and the length
       of the source. The pool's threads call it, one at a time; it must not block.
 
-    After on_ready(), the grammar stays cached until another grammar is ready, or until it is unused for idle_s. A grammar whose
-    matchers overrun their meters twice is refused for failure_s.
+    After on_ready(), the grammar stays cached at least until another grammar is ready or the grammar is unused for idle_s. A
+    grammar whose matchers overrun their meters twice is refused for failure_s.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class CompiledBook:
             return len(self._ready) < before
 
     def close(self) -> None:
-        """Ends the compiling processes. No callback is called afterwards; matchers stay usable."""
+        """Ends the compiling process and its children. No callback is called afterwards; matchers stay usable."""
         self._pool.close()
 
     def _begin(self, spec: GrammarSpec, tenant: bytes) -> tuple[str, bool]:

@@ -54,7 +54,7 @@ def _tokenizer_ids(folder: Path, tokenizer: HfTokenizer) -> Iterator[int]:
 def _ids(value: Any, path: Path) -> list[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(each, bool) or not isinstance(each, int) or each < -1 for each in ids):
-        raise ValueError(f"{path}: 'eos_token_id' is {json.dumps(value)}; it is a token id or a list of token ids.")
+        raise ValueError(f"{path}: 'eos_token_id' is {json.dumps(value)}; it must be a token id or a list of token ids.")
     return [each for each in ids if each >= 0]  # some folders write -1 if the model has no such token
 
 

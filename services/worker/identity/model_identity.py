@@ -40,7 +40,7 @@ class ServedWeights:
             folder: the model folder.
             identity: identity of the loaded weights. Any thread may read the attribute `identity`.
             defaults: returns the sampling defaults from the folder's files. Raises ValueError or OSError.
-            form: see WeightsReading.
+            form: result of weight_form().
         """
         self._folder, self._form = Path(folder), form
         self.identity = identity
@@ -62,7 +62,11 @@ class ServedWeights:
         self.on_replaced(self.identity, defaults)
 
     def tree_root(self, tree: str) -> bytes:
-        """Returns the hash that precedes the first block of a radix tree. The tree's name contains the weights' revision."""
+        """Returns the root hash of a radix tree, from which the hash of its first block is computed.
+
+        Args:
+            tree: the tree's name, which contains the revision of the weights.
+        """
         revision, namespace = parts_of(tree)
         return root_hash(self.identity.model, revision, self.identity.tokenizer, namespace)
 

@@ -61,7 +61,7 @@ def parse_preferences(text: str) -> Mapping[str, Any]:
 
 
 def _of_model(path: Path) -> Mapping[str, Any]:
-    """Returns the values of generation_config.json. Logs and omits invalid values, because the API's default replaces them."""
+    """Returns the values of generation_config.json. Logs and omits invalid values; the API's defaults replace them."""
     if not path.is_file():
         return {}
     try:

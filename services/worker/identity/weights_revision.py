@@ -1,7 +1,7 @@
 """Computes the revision of a folder of weights: a digest of all files and settings that determine the model's outputs.
 
 The digest covers names, sizes and all bytes of config.json, of the files in OPTIONAL that exist, and of every *.safetensors file.
-For weights with codes, it also covers the settings of quantization and CODES_VERSION. It does not cover the folder's name and the
+For quantized weights, it also covers the settings of quantization and CODES_VERSION. It does not cover the folder's name and the
 files' times.
 
 A few threads hash the files in pieces of a fixed size while another thread loads them. xxh3 releases the interpreter's lock and
@@ -29,7 +29,7 @@ VERSION = b"2"  # version of the digest's input format; a new version gives ever
 PIECE_BYTES = 64 << 20  # largest number of bytes that one task hashes
 BUFFER_BYTES = 1 << 20  # read buffer of a thread; fits into a core's cache
 MOST_THREADS = 4
-CODES_VERSION = 1  # version of the code that reads, computes and packs codes; a new version changes the revisions of such weights
+CODES_VERSION = 1  # version of the code for codes (quantized weights); a new version changes the revisions of such weights
 CONFIG = "config.json"
 OPTIONAL = ("hf_quant_config.json", "model.safetensors.index.json", "quantize_config.json")  # index, files of quantization tools
 
@@ -119,12 +119,12 @@ class WeightsReading:
             # Other weights keep the revision that releases before quantization computed, so that both share a fleet.
             chain.update(f"codes {CODES_VERSION}, ".encode() + self._form)
         size, waited = sum(file.size for file in self._files), time.monotonic() - loaded
-        logger.info("weights revision %s: hashed %.2f GB; waited %.1f s after the load", chain.hexdigest(), size / 1e9, waited)
+        logger.info("weights revision %s: hashed %.2f GB, until %.1f s after the load", chain.hexdigest(), size / 1e9, waited)
         return chain.hexdigest()
 
 
 def _files_of(folder: Path) -> list[_File]:
-    """Returns the files that the revision covers. Raises OSError if a file cannot be read or config.json is missing."""
+    """Returns the files that the revision covers. Raises OSError if config.json is missing or metadata cannot be read."""
     optional = [folder / name for name in OPTIONAL if (folder / name).exists()]
     paths = [folder / CONFIG, *optional, *sorted(folder.glob("*.safetensors"))]
     found = [(path.name, path.stat()) for path in paths]

@@ -3,7 +3,7 @@
 All state except the queue of CacheEventHandover changes only on the asyncio loop.
 
 The worker also serves while Redis is unreachable, full or slow. Unpublished changes then accumulate. There is at most one
-unpublished change per block, because opposite changes cancel out.
+unpublished change per block: from the block's tier in Redis to its present tier.
 
 If a write failed, Redis was restarted or Redis keys are missing, the content of Redis is uncertain. The publisher then begins a
 new generation and publishes all blocks again.
@@ -37,7 +37,7 @@ PUBLISH_S = 0.1
 PUBLISH_S_PER_WORKER = 0.0005
 LONGEST_PUBLISH_S = 0.5  # upper limit of the seconds between two batches
 BATCH_BLOCKS = 500  # largest number of changed blocks in a batch
-BATCH_PAUSE_S = 0.01  # seconds between two full batches
+BATCH_PAUSE_S = 0.01  # seconds between two full batches, and before a new generation
 FIRST_PAUSE_S = 0.1  # seconds between the first failure and the retry; doubled at each consecutive failure
 LONGEST_PAUSE_S = 2.0  # upper limit of the seconds before a retry
 DELETE_LEASE_S = 1.0  # time limit in seconds of deleting the lease when the worker stops
@@ -136,7 +136,7 @@ class IndexPublisher:
 
     @property
     def lease_held(self) -> bool:
-        """Whether the lease has not expired."""
+        """Whether this worker has a lease that has not expired."""
         return self._lease_until is not None and self._clock() < self._lease_until
 
     @property

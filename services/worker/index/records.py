@@ -45,14 +45,14 @@ class BlockMove:
 class CachedBlocks:
     """The blocks of one worker by tier, and the changes that are not in Redis yet. Used only on the asyncio loop; without I/O.
 
-    If a block returns to its tier in Redis, its unpublished change is dropped. The number of changes is therefore bounded, even
-    if Redis is unreachable for long. Tiers are stored as ints, because the garbage collector does not track a dict of bytes to
-    ints.
+    A block has at most one unpublished change, which is dropped if the block returns to its tier in Redis. The number of changes
+    is therefore bounded, even if Redis is unreachable for long. Tiers are stored as ints, because the garbage collector does not
+    track a dict of bytes to ints.
     """
 
     def __init__(self) -> None:
         self._cached: dict[bytes, int] = {}  # tier by block
-        self._pending: dict[bytes, int | None] = {}  # changed blocks with their tier in Redis; None: not in Redis
+        self._pending: dict[bytes, int | None] = {}  # by changed block: its tier in Redis; None: it is not in Redis
         self._published: Counter[int] = Counter()  # number of published blocks by tier
         self._counts: Counter[int] = Counter()  # number of blocks by tier
 
@@ -68,7 +68,7 @@ class CachedBlocks:
         return self._counts[tier]
 
     def num_published(self, tier: BlockTier) -> int:
-        """Returns the number of blocks that Redis has for the present generation if every write has succeeded."""
+        """Returns the number of this generation's blocks that Redis has in a tier, provided that every write has succeeded."""
         return self._published[tier]
 
     def in_tier(self, tier: BlockTier = BlockTier.DEVICE) -> frozenset[bytes]:
@@ -139,8 +139,8 @@ class WorkerRecords:
     Each method takes one or a few round trips, and raises RedisError or OSError if Redis is unreachable, slow or refuses a
     command.
 
-    A block is added to the generation's set `own:` before the worker's field is written to the block's hash. The block is removed
-    from the set after the field is deleted. A sweep after a crash therefore finds all blocks in the set.
+    A block is added to the generation's set `own:` before the worker's field is written to the block's Redis hash. The block is
+    removed from the set after the field is deleted. A sweep after a crash therefore finds all blocks in the set.
     """
 
     def __init__(self, client: Redis, model: str, worker: str) -> None:

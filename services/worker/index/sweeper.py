@@ -3,8 +3,8 @@
 The sets `own:` list the blocks of a generation. Each worker sweeps its own records and the records of a few random workers of its
 model. It also sweeps a few workers of one other model, because that model may have no live worker.
 
-A generation is dead if the worker's lease names another generation, or if the lease has been missing for LATE_S. A lease that is
-missing for a shorter time may only be late.
+A generation is dead if the worker's lease names another generation, or if the lease has been missing for LATE_S. If the lease
+has been missing for a shorter time, the worker may still renew it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sweeper:
         self._client = client
         self._model, self._worker = model, worker
         self._clock = clock
-        self._gone: dict[tuple[str, str], float] = {}  # by (model, worker): time at which its lease was first found missing
+        self._gone: dict[tuple[str, str], float] = {}  # by (model, worker): when the worker's lease was first found missing
 
     async def run(self) -> None:
         """Sweeps until it is cancelled."""
@@ -91,7 +91,7 @@ class Sweeper:
     async def _state(self, worker: str) -> tuple[bytes | None, set[bytes]]:
         """Returns a worker's lease and generations.
 
-        Reads both in one transaction. Otherwise, a generation that registers between two reads would seem dead.
+        Reads both in one transaction. Otherwise, a generation that begins between the two reads would seem dead.
         """
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.get(lease_key(worker))

@@ -197,7 +197,7 @@ class PendingCommands:
 
     @property
     def waits_for_settling(self) -> bool:
-        """Whether a waiting command is delayed only by operations on device pages."""
+        """Whether a command with the barrier IDLE waits although no request is open: operations on device pages delay it."""
         return self._core.idle and any(command.barrier is Barrier.IDLE for command in self._waiting)
 
     def add(self, command: Command, now: float) -> None:

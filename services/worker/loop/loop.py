@@ -67,7 +67,7 @@ class MaskSource(Protocol):
         """Returns the masks for the sampled token of each row. `matchers` has (plan row, matcher)."""
 
     def fill_after_drafts(self, matchers: Sequence[tuple[int, Matcher]], draft_tokens: DraftTokens) -> Masks:
-        """Returns the masks of the positions after each row's draft tokens."""
+        """Returns the masks of the position after each draft token, by plan row."""
 
 
 class Observer(Protocol):
@@ -215,7 +215,7 @@ class Loop:
     def _sample(self, plan: BatchPlan, run: Run) -> None:
         """Fills the grammar masks of a launched step and samples its tokens.
 
-        For rows with draft tokens, this includes the masks of the positions after the draft tokens.
+        For rows with draft tokens, also fills the mask of the position after each draft token.
         """
         matchers = self._core.matchers()
         masks = self._masks.fill(matchers) if matchers else NO_MASKS

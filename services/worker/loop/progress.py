@@ -21,7 +21,7 @@ from rootstock_llm.services.worker.exec.contracts.model_info import LoadedInfo
 # Smallest limit of a step in seconds, unless watchdog_timeout_s is smaller. Other processes may block the machine for this long.
 FLOOR_S = 10.0
 SLACK = 3.0  # the limit of a step is this factor times the estimated time
-# The worst pace is multiplied by this factor at each later step of the same size class, so that a single stall is forgotten.
+# The worst measured pace is multiplied by this factor at each later step of its size class, so that one stall is forgotten.
 FADE = 0.99
 QUERY_HEADS = 4.0  # typical number of query heads that share a KV head
 
@@ -37,7 +37,7 @@ class Pulse:
         self._until = 0.0  # deadline of the running command; 0: no command is running
 
     def beat(self) -> None:
-        """Records the beginning or the end of a step or of an iteration of the loop."""
+        """Records a sign of life, such as the beginning or the end of a step, and the end of an operator's command."""
         self._since = self._clock()
         self._until = 0.0
 
@@ -47,7 +47,7 @@ class Pulse:
         self._until = until
 
     def rest(self) -> None:
-        """Records that the loop waits for messages, because it has no work or an operator has set a step delay."""
+        """Records that the loop waits for messages, for example because no request can run. No step is in flight."""
         self._since = None
 
     @property
@@ -115,7 +115,7 @@ class StepLimit:
         self._pace = 0.0  # worst recent pace of these steps, in seconds per token of work
 
     def record_step(self, plan: BatchPlan, seconds: float) -> None:
-        """Records the time of a step. Ignores a step of a smaller size class than the largest measured step."""
+        """Records the time of a step. Ignores it if its size class (bit length of the work) is below the largest class so far."""
         work = work_of(plan, self._span)
         size = int(work).bit_length()
         if size < self._size:

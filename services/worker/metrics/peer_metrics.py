@@ -1,4 +1,4 @@
-"""Metrics of KV transfers between workers: decode workers read from this worker, and this worker reads from prefill workers."""
+"""Metrics of KV transfers: PeerMetrics of a prefill worker, whose KV is read, and PeerReadMetrics of a decode worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _refused(server: KvServer) -> Value:
 
 
 class PeerMetrics(Readings[KvServer]):
-    """Metrics of the KV port. The label is the served model name."""
+    """Metrics of a prefill worker's KV port. The label is the served model name."""
 
     labels = ("model_name",)
     rows = (

@@ -30,7 +30,7 @@ class WorkerLife:
         self._begun = clock()
         self.cold_start_s: float | None = None  # seconds from the creation of this object to ready(); None before ready()
         self.phase = WorkerPhase.LOADING
-        self._hangs = False  # whether a step hangs; the watchdog's thread writes it
+        self._hangs = False  # whether the scheduler loop hangs; the watchdog's thread writes it
         self._num_hangs = 0  # number of hangs since the start; the watchdog's thread writes it
         self._lost_device = False  # True after the device was lost: only a new process can use it again
 
@@ -46,7 +46,7 @@ class WorkerLife:
         self._num_hangs += 1
 
     def recovered(self) -> None:
-        """Records that the step that hung has ended."""
+        """Records that the loop has shown a sign of life after a hang."""
         self._hangs = False
 
     def lost_device(self) -> None:
@@ -54,7 +54,7 @@ class WorkerLife:
 
     @property
     def is_hung(self) -> bool:
-        """Whether a step hangs, or the device is lost."""
+        """Whether the scheduler loop hangs, or the device is lost."""
         return self._hangs or self._lost_device
 
     @property

@@ -71,7 +71,7 @@ STAGE = Distribution(
 PROMPT = Distribution("sglang:prompt_tokens_histogram", "Prompt tokens of each completed request.", TOKENS_BUCKETS)
 UNCACHED = Distribution(
     "sglang:uncached_prompt_tokens_histogram",
-    "Prompt tokens of each completed request that no prefix hit covered.",
+    "Prompt tokens that no prefix hit covered, of each completed request.",
     TOKENS_BUCKETS,
 )
 OUTPUT = Distribution("sglang:generation_tokens_histogram", "Output tokens of each completed request.", TOKENS_BUCKETS)
@@ -376,7 +376,7 @@ ROWS: tuple[Reading[LoopCounts], ...] = (
     Reading(
         Gauge,
         "sglang:token_usage",
-        "Share of the KV pool that running requests use; of pages, windows or states, whichever is largest.",
+        "Largest of three shares: of the pages, of the windows and of the states that running requests use.",
         lambda c: max(c.full_usage, c.share(c.used_windows, "window_units"), c.share(c.used_states, "states")),
     ),
     Reading(Gauge, "sglang:full_token_usage", "Share of the pages that running requests use.", lambda c: c.full_usage),

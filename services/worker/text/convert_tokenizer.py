@@ -27,15 +27,17 @@ class NotConverted(ValueError):
 
 
 def convert(folder: Path, out: Path) -> None:
-    """Writes tokenizer.json into `out`, and tokenizer_config.json if the folder has none.
+    """Writes tokenizer.json and tokenizer_config.json into `out`, each only if `folder` has no such file.
 
     Raises:
-        NotConverted: transformers cannot read the folder, or tokenizes the TEXTS differently than the converted file.
+        NotConverted: transformers cannot read the folder, cannot write tokenizer.json, or tokenizes the TEXTS differently than
+            the converted file.
+        OSError: a file cannot be written.
     """
     try:
         original = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a missing library, an unknown class, a broken file
-        raise NotConverted(_reason(folder, str(error).strip().partition("\n")[0].rstrip(".").rstrip("."))) from error
+        raise NotConverted(_reason(folder, str(error).strip().partition("\n")[0].rstrip("."))) from error
     with tempfile.TemporaryDirectory() as made:
         original.save_pretrained(made)
         if not Path(made, WRITTEN[0]).is_file():

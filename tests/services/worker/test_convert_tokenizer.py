@@ -1,4 +1,4 @@
-"""Tests that a folder without tokenizer.json gets one with the ids of transformers, or an error with the command."""
+"""Tests that a folder without tokenizer.json gets one with the ids of transformers, and that errors name the command for this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of device settings that an executor uses or ignores."""
+"""Tests of build_engine(): GPU settings that a CPU executor ignores, and the fields and settings that are logged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_engine_logs_values_of_the_model_and_the_scheduler_as_fields(caplog: pyt
     [({}, ""), ({"state_interval": 64, "max_mamba_cache_size": 9}, "max_mamba_cache_size, state_interval")],
     ids=["defaults", "changed"],
 )
-def test_engine_logs_the_changed_settings_of_caches_that_the_model_does_not_have(
+def test_engine_logs_settings_without_effect_when_the_model_lacks_their_caches(
     values: dict[str, int], unused: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -1,4 +1,4 @@
-"""Tests of the options for KV between workers, and of settings that exclude each other."""
+"""Tests of the options for KV transfers between workers, and of settings that exclude each other."""
 
 from __future__ import annotations
 

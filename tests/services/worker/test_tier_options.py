@@ -58,7 +58,7 @@ def test_kv_tiers_are_off_by_default() -> None:
         ({**SHARED, "hicache_storage_secret_file": os.devnull}, "needs at least 32"),
     ],
 )
-def test_error_names_conflicting_settings(values: dict[str, Any], sentence: str) -> None:
+def test_error_names_conflicting_or_unusable_tier_settings(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         options(**values)
 
@@ -97,7 +97,7 @@ def test_salt_quota_is_refused_when_smaller_than_a_page(tmp_path: Path) -> None:
         store.close()
 
 
-def test_workers_without_a_file_tier_have_different_secrets() -> None:
+def test_workers_with_only_a_host_tier_have_different_secrets() -> None:
     first, second = (options(enable_hierarchical_cache=True, hicache_size=3) for _ in range(2))
     assert first is not None and second is not None
     assert first.host_bytes == 3 * GB and first.open_storage is None
@@ -170,9 +170,7 @@ class TestHostTierSize:
         assert self.sized(ratio=20.0) == 250
 
     @pytest.mark.parametrize(("share", "pool", "pages"), [(0.125, 100, 125), (0.25, 500, 250), (0.25, 900, 80)])
-    def test_ratio_uses_only_the_workers_share_when_the_kv_pool_is_in_host_memory(
-        self, share: float, pool: int, pages: int
-    ) -> None:
+    def test_host_tier_with_a_ratio_fits_beside_a_kv_pool_in_host_memory(self, share: float, pool: int, pages: int) -> None:
         options = TierOptions(20.0, 0, None, bytes(SECRET_BYTES), host_share=share)
         assert host_pages(options, 100, PAGE, 1000 * PAGE, pool * PAGE) == pages
 

@@ -6,7 +6,7 @@ Two queues keep fast grammars from waiting behind slow grammars. `workers` threa
 may take quick_s. A grammar that needs longer starts again in the slow queue. One thread serves the slow queue; each compilation
 there may take compile_s of CPU time. Each queue serves the tenants in turn.
 
-The compiling processes have a lower CPU priority than the worker. The processes of the slow queue have the lowest priority. On a
+The children that compile have a lower CPU priority than the worker. The children of the slow queue have the lowest priority. On a
 busy machine, a child may get little CPU time. The slow queue therefore limits CPU time, so that a grammar is not refused because
 other processes were busy. After WALL_FACTOR * compile_s of wall time, the grammar is refused.
 
@@ -42,8 +42,8 @@ from rootstock_llm.services.worker.grammar.compile.grammar_limits import Grammar
 from rootstock_llm.services.worker.grammar.compile.vocabulary import Vocabulary
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
-# Niceness of each queue's compiling processes; the worker's niceness is 0. Beside a busy thread of the worker on the same core, a
-# compilation gets a quarter and a tenth of the CPU time.
+# Niceness of the children that compile the grammars of each queue; the worker's niceness is 0. Beside a busy thread of the worker
+# on the same core, a compilation gets a quarter (quick queue) or a tenth (slow queue) of the CPU time.
 QUICK_NICENESS, SLOW_NICENESS = 5, 10
 ROOT = Path(rootstock_llm.__file__).resolve().parents[1]  # the folder that contains rootstock_llm
 START_S = 120.0  # time limit in seconds of the start of the compiling process; on an idle machine, it takes a few seconds
@@ -123,13 +123,13 @@ class CompilerPool:
             logger.warning("%s", gone)
 
     def close(self) -> None:
-        """Kills the compiling processes and waits up to JOIN_S for each thread."""
+        """Kills the compiling process and its children, and waits up to JOIN_S for each thread."""
         self._closed = True
         self._fork_server.close()
         for queue in (self._quick, self._slow):
             queue.close()
         for thread in self._threads:
-            thread.join(JOIN_S)  # the end of the process ends a running compilation
+            thread.join(JOIN_S)  # a running compilation has ended, because its child was killed
 
     def _serve(self, queue: FairQueue, seconds: float, niceness: int) -> None:
         while (found := queue.take()) is not None:
@@ -253,7 +253,7 @@ class _ForkServer:
             return self._process.poll() is None
 
     def fork_child(self, link: socket.socket) -> int:
-        """Makes the process fork a child that serves the socket `link`. Returns the process's id. Raises CompilerGone."""
+        """Forks a child that serves the socket `link`. Returns the id of the process that forks. Raises CompilerGone."""
         with self._lock:
             if self._closed:
                 raise CompilerGone("the grammar compiler is stopping")

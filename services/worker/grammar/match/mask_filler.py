@@ -1,4 +1,4 @@
-"""Fills the grammar masks of a step into one of two alternating buffers, because the executor may still read the last masks."""
+"""Fills the grammar masks of a step into one of two alternating buffers, because the executor may still read the other."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 class MaskFiller:
     """Fills masks within a budget of CPU time per step. Used only on the scheduler loop's thread.
 
-    The budget covers the masks of a step, and the accepted tokens and jumps of its requests since their last masks. CPU time
-    beyond the budget is charged to the most expensive matcher. Otherwise, many grammars that each stay within their own limit
-    could slow down every step.
+    The budget covers the CPU time of a step's masks, and of accept() and forced() for the requests of the step since their last
+    masks. CPU time beyond the budget is added to the meter of the matcher that took the most time. Otherwise, many grammars that
+    each stay within their own limit could slow down every step.
 
-    In a batch on several threads, the time of a single mask is unknown, so no matcher is charged. After a slow batch, the masks
-    of the next step are filled one by one, so that each matcher's meter measures its own mask.
+    In a batch on several threads, the time of a single mask is unknown, so no meter gets the time of the batch. After a slow
+    batch, the masks of the next step are filled one by one, so that each matcher's meter measures its own mask.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class MaskFiller:
     def fill_after_drafts(
         self, matchers: Iterable[tuple[int, XgrammarMatcher]], draft_tokens: Mapping[int, Sequence[int]]
     ) -> dict[int, NDArray[np.uint32]]:
-        """Returns the masks of the positions after each row's draft tokens.
+        """Returns the masks of the position after each draft token.
 
-        A row's masks end at its first draft token that the grammar does not allow. No mask is filled after the step's budget is
-        used up. The masks are valid as long as the masks of fill() for the same step.
+        A row's masks end before its first draft token that the grammar does not allow or that ends the output. No mask is filled
+        after the step's budget is used up. The masks are valid as long as the masks of fill() for the same step.
 
         Returns:
-            uint32[n, words] by plan row, with n at most the number of draft tokens.
+            uint32[n, words] by plan row, with n at most the number of draft tokens. Rows without draft tokens have no entry.
         """
         self._draft_buffers.reverse()
         buffer, used = self._draft_buffers[0], 0
@@ -97,7 +97,7 @@ class MaskFiller:
         return masks
 
     def _charge(self, matchers: list[XgrammarMatcher]) -> float:
-        """Charges CPU time beyond the budget to the most expensive matcher. Returns the CPU seconds of all matchers."""
+        """Adds CPU time beyond the budget to the meter of the most expensive matcher. Returns the CPU seconds of all matchers."""
         costs = [matcher.take_cost() for matcher in matchers]
         total_s = sum(costs)
         if total_s > self._budget_s:

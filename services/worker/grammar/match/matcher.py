@@ -131,7 +131,7 @@ class XgrammarMatcher:
     def fill_after(self, tokens: Sequence[int], masks: NDArray[np.uint32], until: float) -> int:
         """Fills the masks of the positions after each draft token. The matcher's position does not change.
 
-        The CPU time is not charged to the request, because the client did not choose to draft.
+        The CPU time is not added to the matcher's meter, because the client did not choose to draft.
 
         Args:
             tokens: draft tokens in order.

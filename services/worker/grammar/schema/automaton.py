@@ -13,7 +13,7 @@ from typing import TypeVar
 from rootstock_llm.services.worker.grammar.schema.ebnf import Alternatives, Node, Ranges, Ref, Seq, choice, complement
 
 MAX_EXPLORED = 5_000  # largest number of states during a construction
-MAX_STATES = 1_000  # largest number of states that become rules; with 150,000 tokens, xgrammar compiles each in about 3 ms
+MAX_STATES = 1_000  # largest number of states that become rules; for 150,000 tokens, xgrammar compiles a state in about 3 ms
 
 Edge = tuple[int, int, int]  # (first code point, last code point, target state)
 S = TypeVar("S", bound=Hashable)
@@ -33,7 +33,7 @@ class Automaton:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the language has no text. Valid only for minimal automata, whose states all lead to an accepting state."""
+        """Whether the language has no text. Valid only for minimal automata, because all their states are reachable."""
         return not any(self.accepts)
 
     def loops_on_everything(self, state: int) -> bool:
@@ -102,7 +102,7 @@ def explored(start: S, step: Step[S]) -> Automaton:
 
 
 def intersection(left: Automaton, right: Automaton) -> Automaton:
-    """Returns the language of the texts that are in both languages."""
+    """Returns the automaton of the texts that both automata accept."""
 
     def step(pair: tuple[int, int]) -> tuple[bool, list[tuple[int, int, tuple[int, int]]]]:
         first, second = pair
@@ -118,7 +118,7 @@ def intersection(left: Automaton, right: Automaton) -> Automaton:
 
 
 def inverted(automaton: Automaton) -> Automaton:
-    """Returns the language of all texts that are not in this language."""
+    """Returns the automaton of all texts that the given automaton does not accept."""
     sink = len(automaton.accepts)
     spans = []
     for edges in (*automaton.spans, ()):
@@ -128,7 +128,7 @@ def inverted(automaton: Automaton) -> Automaton:
 
 
 def of_length(low: int, high: int | None) -> Automaton:
-    """Returns the language of all texts with low to high characters. None means no upper limit."""
+    """Returns the automaton of all texts with low to high characters. None means no upper limit."""
     last = low if high is None else high
     if last >= MAX_EXPLORED:
         raise TooLarge(f"a length of {last} characters; the limit is {MAX_EXPLORED - 1}")
@@ -138,7 +138,7 @@ def of_length(low: int, high: int | None) -> Automaton:
 
 
 def of_texts(texts: Iterable[str]) -> Automaton:
-    """Returns the language that consists of these texts."""
+    """Returns the automaton that accepts exactly these texts."""
     every = sorted(set(texts))
 
     def step(beginning: tuple[int, int, int]) -> tuple[bool, list[tuple[int, int, tuple[int, int, int]]]]:

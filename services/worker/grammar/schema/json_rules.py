@@ -91,7 +91,7 @@ def finished(rules: dict[str, Node], imported: dict[str, str], root: Node) -> Gr
 
 
 def string_of(low: int, high: int | None, define: Callable[[Node], Ref]) -> Node:
-    """Returns a JSON string of low to high characters.
+    """Returns the node of JSON strings of low to high characters.
 
     If `high` is set or `low` exceeds MAX_SPELLED, the string has no escapes, because masks are slow if each counted character has
     two spellings.
@@ -125,7 +125,7 @@ def _short_escapes() -> Chars:
 
 
 def _unicode_escape() -> Node:
-    """Returns the four digits after `\\u`. After a high surrogate, the escape of a low surrogate must follow."""
+    """Returns the node of the four digits after `\\u`. After a high surrogate, the escape of a low surrogate must follow."""
     first = Chars(((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)))
     d = Chars(((0x44, 0x44), (0x64, 0x64)))
     high = Chars(((0x38, 0x39), (0x41, 0x42), (0x61, 0x62)))

@@ -30,7 +30,7 @@ Digits = TypeVar("Digits", int, str)  # a number of digits (int), or one digit (
 
 
 def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | int]:
-    """Returns the schema's bounds for the converter.
+    """Returns the schema's bounds as keywords for xgrammar's schema converter.
 
     Returns:
         The bounds by keyword: at most one lower and one upper bound, as whole numbers for integers; {} if there are no bounds.
@@ -54,7 +54,7 @@ def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | 
 
 
 def import_rules(keywords: dict[str, float | int], kind: str, prefix: str, path: str) -> dict[str, str]:
-    """Returns the converter's EBNF rules by name. `prefix` is the name of the start rule. Raises GrammarRefused."""
+    """Returns the EBNF rules of xgrammar's converter by name. `prefix` is the start rule's name. Raises GrammarRefused."""
     schema = json.dumps({"type": kind, **keywords})
     try:
         text = str(xgrammar.Grammar.from_json_schema(schema))

@@ -110,13 +110,13 @@ class StringLimits:
 
 
 def _without_length(tree: Tree) -> tuple[Tree, int, int | None]:
-    """Removes a leading lookahead that limits the length of the whole text, such as `^(?=.{1,253}$)`.
+    """Removes the count from a leading lookahead that limits the length of the whole text, such as `^(?=.{1,253}$)`.
 
-    Otherwise, the count of the lookahead would multiply the states of the automaton.
+    Otherwise, the count would multiply the states of the automaton. The rest of the lookahead, `^(?=.*$)`, stays.
 
     Returns:
-        (pattern without the lookahead, smallest number of characters, largest number). If the pattern has no such lookahead, the
-        numbers are 0 and None.
+        (pattern, smallest number of characters, largest number). A pattern without such a lookahead does not change; the numbers
+        are then 0 and None.
     """
     if not isinstance(tree, Sequence) or tree.items[:1] != (START,) or len(tree.items) < 2:
         return tree, 0, None
@@ -133,7 +133,7 @@ def _without_length(tree: Tree) -> tuple[Tree, int, int | None]:
 
 
 def _string_with(tree: Tree, define: Define) -> Node | None:
-    """Returns a JSON string in which the pattern matches somewhere, or None if the pattern needs an automaton."""
+    """Returns the node of JSON strings in which the pattern matches somewhere, or None if the pattern needs an automaton."""
     options = []
     for branch, starts, ends in _branches(tree):
         if _has_assertion(branch):

@@ -45,7 +45,7 @@ class Builder(Protocol):
         """Returns the node of JSON strings in which the pattern matches somewhere. Raises GrammarRefused."""
 
     def text(self, schema: Any, path: str) -> Node:
-        """Returns a string that satisfies the schema. Raises GrammarRefused if the schema allows other types."""
+        """Returns the node of JSON strings that satisfy the schema. Raises GrammarRefused if the schema allows other types."""
 
     def followed(self, schema: Any, path: str) -> Any:
         """Returns the schema after following its references. Raises GrammarRefused."""
@@ -118,7 +118,7 @@ def _rest_of_array(rest: Node | None, end: Node, low: int, high: int | None, fir
 
 
 def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
-    """Returns the pairs of an object, or None if any object satisfies the schema."""
+    """Returns the pairs that objects of the schema may have, or None if any object satisfies the schema."""
     low, high = bounds(schema, "minProperties", "maxProperties", path)
     written = mapping(schema, "properties", path)
     schema = _with_named(builder, schema, path)
@@ -174,7 +174,7 @@ def _undeclared(builder: Builder, schema: Schema, path: str, name: str) -> Node:
 
 
 def _extra_pair(builder: Builder, schema: Schema, path: str, properties: Mapping[str, Any]) -> Node | None:
-    """Returns the pair of an undeclared property, or None if the object must not have such properties.
+    """Returns the node of an undeclared property's key and value, or None if the object must not have such properties.
 
     The key is written without escapes and is never a declared key.
     """

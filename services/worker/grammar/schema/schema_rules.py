@@ -1,4 +1,4 @@
-"""Translates a JSON schema into grammar rules. Every text that the grammar matches satisfies the schema.
+"""Translates a JSON schema into grammar rules. Every text that the grammar matches satisfies the schema, unless `partial` is set.
 
 The grammar does not match all texts that satisfy the schema:
 
@@ -41,7 +41,7 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import (
     types_of,
 )
 
-MAX_LISTED = 16  # largest number of constants that are listed one by one; more constants share their common prefixes
+MAX_LISTED = 16  # up to this number, each constant is an alternative of its own; more constants share common prefixes
 MAX_DEPTH = 64  # largest nesting depth of common prefixes
 MAX_RULES = 20_000  # largest number of rules of one schema
 
@@ -107,11 +107,11 @@ class RuleBuilder:
         return Ref(name)
 
     def matching(self, pattern: str, path: str) -> Node:
-        """Returns a string in which the pattern matches somewhere. Raises GrammarRefused."""
+        """Returns the node of JSON strings in which the pattern matches somewhere. Raises GrammarRefused."""
         return self._limited(StringLimits((pattern,)), path)
 
     def text(self, schema: Any, path: str) -> Node:
-        """Returns a string that satisfies the schema. Raises GrammarRefused if the schema allows other types."""
+        """Returns the node of JSON strings that satisfy the schema. Raises GrammarRefused if the schema allows other types."""
         schema = self.followed(schema, path)
         found = check_keywords(schema, path)
         if any(key in COMBINERS for key in found) or types_of({"type": "string", **found}, path) != ("string",):

@@ -35,7 +35,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
     "repeat": frozenset({"content", "min", "max"}),
 }
 _LISTS = ("elements", "tags")
-DEFINITIONS = ("#/$defs/", "#/definitions/")  # pointers with these prefixes are equal in a part's and in the client's schema
+DEFINITIONS = ("#/$defs/", "#/definitions/")  # JSON pointers that are the same in a part's and in the client's schema begin so
 Parts = Mapping[str, tuple[int, GrammarPart]]  # (index, part) by the part's JSON pointer
 
 

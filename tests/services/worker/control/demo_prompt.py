@@ -1,4 +1,4 @@
-"""A prompt whose completion by the demo model has many different tokens, whatever the model's weights."""
+"""A prompt that asks the demo model to count, so that its completion has many different tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the control service over real gRPC. A fake loop runs each command at once, or a function of the test handles it."""
+"""Tests of the control service over real gRPC. A fake loop runs each command at once, or passes it to a function of the test."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EXPERTS = ExpertShape((0, 3), 3, 1)
 
 @dataclass
 class FakeCore:
-    """Replaces the Scheduler. Records the calls of operations."""
+    """Replaces SchedulerControl. Records calls of its methods."""
 
     experts: ExpertRecord = field(default_factory=lambda: ExpertRecord(EXPERTS))
 
@@ -478,7 +478,7 @@ def test_internal_state_has_the_values_of_the_scheduler_and_the_worker() -> None
     assert (stats["num_running"], stats["new_token_ratio"]) == (3, 0.25)
 
 
-def test_several_tunables_change_in_one_call_without_a_change_of_type() -> None:
+def test_several_tunables_change_in_one_call_and_keep_their_types() -> None:
     async def run() -> dict[str, Any]:
         async with control(FakeLoop()) as stub:
             return as_json(await stub.SetInternalState(changes(new_token_ratio=1, chunk=64, policy="fcfs")))
@@ -693,7 +693,7 @@ def test_freeze_gc_call_returns_the_number_of_frozen_objects() -> None:
         gc.unfreeze()
 
 
-def test_expert_record_is_started_dumped_and_stopped_in_this_order() -> None:
+def test_expert_record_counts_between_start_and_stop_and_refuses_calls_out_of_order() -> None:
     async def run() -> list[pb.DumpExpertDistributionRecordResponse]:
         loop = FakeLoop()
         start, stop, dump = (f"{verb}ExpertDistributionRecord" for verb in ("Start", "Stop", "Dump"))

@@ -213,7 +213,7 @@ def test_refused_request_releases_the_kv_reservation_and_prefetch(monkeypatch: p
             await gateway.send(refused)
             await gateway.ended(1)
             assert gateway.finishes[1].error == common_pb2.ERROR_CODE_INVALID_ARGUMENT
-            hold_s = CONFIG.disaggregation_hold_s  # the prefetch ends then, even without the refusal
+            hold_s = CONFIG.disaggregation_hold_s  # after this time, the prefetch would end without a refusal
             await until(lambda: len(tiers.prefetches) == 0 and len(released) == 1, hold_s / 2)
             assert released == [KvSource(KvReservation(9, 5, bytes(16)), "127.0.0.1:1", 1)], (
                 "the worker releases the KV reservation of the refused request"

@@ -26,7 +26,7 @@ from rootstock_llm.services.worker.front.wire import InvalidRequest, ready_from_
 
 
 def entries_of(rows: worker_pb2.LogprobRows) -> list[LogprobRow]:
-    """Returns the entries as a gateway reads them."""
+    """Returns the logprob entries that a gateway reads from these rows."""
     table = LogprobTable()
     table.extend(rows)
     return list(table.span(0, len(table)))
@@ -158,7 +158,7 @@ def test_refusal_message_begins_with_the_field_name_for_older_gateways(refused: 
     assert (finish.handle, finish.prompt_tokens, finish.error) == (7, 2, common_pb2.ERROR_CODE_INVALID_ARGUMENT)
 
 
-def test_error_without_a_field_keeps_the_message() -> None:
+def test_error_message_is_unchanged_when_the_error_has_no_field() -> None:
     finish = Finish(FinishReason.ABORT, 1, "r", error=ErrorCode.INVALID_ARGUMENT, message="the prompt is empty")
     pb = output_to_pb(PeerOutput(1, finishes=[finish])).finishes[0]
     assert (pb.message, pb.field) == ("the prompt is empty", "")

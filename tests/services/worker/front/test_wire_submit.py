@@ -90,7 +90,7 @@ class TestLogprobs:
         params = sampling(logprobs=pb.Logprobs(top=20, token_ids=[9, 8], prompt_from=0))
         assert (params.top_logprobs, params.logprob_token_ids, params.prompt_logprobs_from) == (20, (9, 8), 0)
 
-    def test_prompt_logprobs_start_at_the_last_prompt_token(self) -> None:
+    def test_prompt_logprobs_may_start_at_the_last_prompt_token(self) -> None:
         assert sampling(logprobs=pb.Logprobs(prompt_from=3)).prompt_logprobs_from == 3
 
 
@@ -283,7 +283,7 @@ class TestSubmit:
         with pytest.raises(InvalidRequest, match=r"^prediction_ids: "):
             self.submit_of(lambda message: message.prediction_ids.append(VOCAB))
 
-    def test_start_of_the_routed_experts_arrives(self) -> None:
+    def test_routed_experts_from_of_a_submit_message_arrives(self) -> None:
         routing = replace(MODEL, routed_per_token=8)
         assert self.submit_of(lambda message: None, routing).routed_from == -1
         for first in (0, len(PROMPT)):
@@ -307,7 +307,7 @@ class TestSubmit:
             ({"sampling": pb.SamplingParams(score=pb.Score(label_token_ids=[1]))}, 8),
             ({"sampling": pb.SamplingParams(max_new_tokens=3)}, limits.MAX_ROUTED_EXPERT_IDS // 6),
         ],
-        ids=["setting is off", "position", "session", "handover", "embedding", "score", "bytes"],
+        ids=["setting is off", "position", "session", "handover", "embedding", "score", "too many ids"],
     )
     def test_routed_experts_are_refused_when_they_cannot_be_returned(self, fields: dict[str, Any], per_token: int) -> None:
         message = worker_pb2.Submit(handle=3, prompt_ids=PROMPT, **{"routed_experts_from": 0, **fields})
@@ -438,7 +438,7 @@ class TestDisaggregation:
             prefetch_from_pb(worker_pb2.Prefetch(**{"prompt_ids": PROMPT, "source": self.source(), **fields}), 1, MODEL)
         assert refusal.value.field == field
 
-    def test_handover_has_a_new_kv_reservation(self) -> None:
+    def test_submit_has_the_kv_reservation_when_it_requests_a_handover(self) -> None:
         reservation = KvReservation(1, 2, b"r" * RESERVATION_SECRET_BYTES)
         assert self.submit(reservation, hand_over=True).hand_over == reservation
         assert self.submit(reservation).hand_over is None

@@ -159,7 +159,7 @@ def test_jumps_alternate_with_sampling() -> None:
     assert text.replace(b"b", b"a") == b"aone two threeafour five sixa"
 
 
-def test_request_continues_without_jumps_when_the_byte_grammar_disagrees(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_continues_without_jumps_when_the_byte_grammar_refuses_accepted_text(caplog: pytest.LogCaptureFixture) -> None:
     mixed = Compiled(regex("(a|b)one two three").grammar, regex("xyz").by_bytes)
     matcher = model.matcher(mixed, jump=True)
     feed(matcher, "a")

@@ -196,7 +196,7 @@ def test_trial_run_refuses_expensive_grammars_and_grammars_with_a_dead_end() -> 
     run_trial(regex("[0-9]+"), model.vocabulary().tokens, GrammarLimits())
 
 
-def test_masks_of_a_step_stay_valid_when_the_next_step_is_filled() -> None:
+def test_masks_of_a_step_stay_valid_when_the_next_masks_are_filled() -> None:
     filler = MaskFiller(1280, max_rows=3)
     first, second = model.matcher(regex("[0-9]+")), model.matcher(regex("[a-z]+"))
     masks = filler.fill([(4, first), (9, second)])
@@ -287,7 +287,7 @@ def test_grammars_of_a_step_share_one_time_budget(budget_ms: float, ended: list[
 
 
 def test_byte_cursor_reads_accepted_tokens_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU time of reading a resumed output is charged to the steps of its tokens, not to the single step after them."""
+    """The CPU time of reading a resumed output counts in the steps of its tokens, and not in the single step after them."""
     lengths: list[int] = []
 
     def advance(cursor: ByteCursor, data: bytes) -> None:
@@ -305,7 +305,7 @@ def test_byte_cursor_reads_accepted_tokens_in_small_batches(monkeypatch: pytest.
 
 
 def test_resumed_outputs_do_not_count_as_a_slow_step() -> None:
-    """Each matcher has accepted a long output before its first mask. The mask's step is not charged for this output."""
+    """Each matcher has accepted a long output before its first mask. The budget of the mask's step does not include this time."""
     grammar = GrammarSpec(GrammarKind.JSON_OBJECT, "")
     text = '{"a": [' + ", ".join('{"k": "hello", "z": [1, 2]}' for _ in range(90)) + "]}"
     (ids,) = model.tokenizer().encode_batch([text], False)

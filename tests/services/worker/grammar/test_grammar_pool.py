@@ -101,7 +101,7 @@ def test_nested_lookaheads_compile(shared: tuple[CompiledBook, Messages]) -> Non
     assert compiles(*shared, f"^{'(?=' * depth}a+{')' * depth}[ab]*$")
 
 
-def test_refusal_for_memory_does_not_mention_a_structural_tag_of_the_gateway() -> None:
+def test_refusal_for_lack_of_memory_hides_a_structural_tag_that_a_gateway_made() -> None:
     schema = {"type": "string", "pattern": "(?=[ab]*c)" * 40 + "[abc]{1,900}"}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     spec = GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps(tag), (GrammarPart("#/format"),))
@@ -286,7 +286,7 @@ def test_killed_compiler_child_fails_only_one_grammar() -> None:
         assert compiles(book, messages, "after")
 
 
-def test_stopped_compiler_child_uses_none_of_the_cpu_limit() -> None:
+def test_time_while_a_compiler_child_is_stopped_does_not_count_as_cpu_time() -> None:
     spec = regex("a?" * 500 + "a" * 500)  # a second of CPU time
     with opened(replace(LIMITS, quick_s=LIMITS.compile_s)) as (book, messages):
         assert compiles(book, messages, "warm")
@@ -342,7 +342,7 @@ def test_compiler_process_has_its_own_session_of_low_priority(shared: tuple[Comp
 
 
 @pytest.mark.parametrize(("quick_s", "niceness"), [(60.0, QUICK_NICENESS), (0.2, SLOW_NICENESS)], ids=["quick", "slow"])
-def test_slow_compilation_has_lower_priority(quick_s: float, niceness: int) -> None:
+def test_niceness_of_a_compilation_follows_its_queue(quick_s: float, niceness: int) -> None:
     with opened(GrammarLimits(quick_s=quick_s, compile_s=60)) as (book, messages):
         assert compiles(book, messages, "warm")
         compiling(book, regex(SLOW))

@@ -1,4 +1,4 @@
-"""Tests that every file of a model folder may name end-of-sequence tokens, and that each of them ends an output."""
+"""Tests that the end-of-sequence tokens of a model folder are all tokens that one of its files names."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def test_end_of_sequence_tokens_include_the_default_of_the_config_class(tmp_path
 
 @pytest.mark.parametrize("value", ["<end>", [STOP, "<end>"], 2.5, True, {"a": 1}], ids=str)
 def test_error_names_file_and_value_when_an_end_of_sequence_is_no_token_id(tmp_path: Path, value: object) -> None:
-    with pytest.raises(ValueError, match=r"generation_config\.json: 'eos_token_id' is .*; it is a token id or a list"):
+    with pytest.raises(ValueError, match=r"generation_config\.json: 'eos_token_id' is .*; it must be a token id or a list"):
         ends(tmp_path, generation_config={"eos_token_id": value})

@@ -75,7 +75,7 @@ def test_revision_depends_on_the_order_of_pieces_but_not_on_the_number_of_thread
     assert revision(4) != before
 
 
-def test_revision_depends_on_the_form_of_quantized_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_of_quantized_weights_depends_on_form_and_codes_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "model")
     forms = [weight_form(scheme, head) for scheme in ("auto", "int8", "int4") for head in (False, True)]
     assert len({revision_of(folder, form) for form in forms}) == len(forms)
@@ -89,7 +89,7 @@ def test_revision_depends_on_the_form_of_quantized_weights_only(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "model.safetensors.index.json"])
-def test_revision_depends_on_the_files_of_quantization_tools(tmp_path: Path, name: str) -> None:
+def test_revision_depends_on_each_optional_file(tmp_path: Path, name: str) -> None:
     folder = make_folder(tmp_path / "model")
     revisions = {revision_of(folder)}
     for bits in (4, 8):
@@ -112,7 +112,7 @@ def served_folder(path: Path) -> Path:
     return folder
 
 
-def test_workers_with_other_forms_of_one_folder_have_other_versions_and_block_hashes(tmp_path: Path) -> None:
+def test_versions_and_block_hashes_differ_when_workers_quantize_a_folder_differently(tmp_path: Path) -> None:
     """Prefix index, tiers, KV transfers and replays compare model versions and block hashes."""
     folder, versions, roots = served_folder(tmp_path / "model"), [], []
     for form in ({}, {"quantization": "int8"}, {"quantization": "int8"}, {"quantize_head": True}):

@@ -1,4 +1,4 @@
-"""Tests of resumed weights that differ: open gateway streams receive the new revision, and no old KV is served."""
+"""Tests of released weights whose files change before ResumeMemory: streams receive the new revision, and no old KV is served."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def resume(at: Operated) -> None:
     await at.control.ResumeMemory(pb.ResumeMemoryRequest())
 
 
-def test_hello_message_has_the_new_revision_and_requests_for_the_old_one_are_refused(tmp_path: Path) -> None:
+def test_resume_of_changed_weights_sends_a_hello_and_refuses_requests_for_the_old_revision(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     weights = served_weights(folder)
     old = weights.identity.revision

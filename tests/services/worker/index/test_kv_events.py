@@ -102,7 +102,7 @@ def owned(server: RedisServer, publisher: IndexPublisher, tier: BlockTier = Bloc
 
 
 def in_agreement(server: RedisServer, publisher: IndexPublisher) -> bool:
-    """Returns whether the lease, block keys and events in Redis agree with the publisher, for readers with and without tiers."""
+    """Returns whether lease, block keys and events in Redis agree with the publisher, also for gateways that ignore tiers."""
     if publisher.blocks.num_pending or server.client.get(lease_key(WORKER)) != str(publisher.generation).encode():
         return False
     field = owner_field(WORKER, publisher.generation).encode()
@@ -124,7 +124,7 @@ def replayed_before_tiers(server: RedisServer, generation: int) -> set[bytes]:
 
 
 def replayed(server: RedisServer, generation: int) -> list[set[bytes]]:
-    """Returns the blocks by tier that a reader of the stream derives. Asserts that event numbers have no gaps."""
+    """Returns the blocks by tier that a gateway derives from the event stream. Asserts that sequence numbers have no gaps."""
     tiers: dict[bytes, BlockTier] = {}
     expected = 1
     for _, values in server.client.xrange(events_key(MODEL)):
@@ -190,7 +190,7 @@ def test_published_moves_of_blocks_make_redis_equal_to_the_cached_blocks(changes
     assert not cached.num_pending
 
 
-def test_clear_is_applied_before_stored_blocks_and_stored_before_removed_blocks() -> None:
+def test_cache_events_are_applied_in_the_order_clear_stored_removed() -> None:
     cached = CachedBlocks()
     cached.merge(stored(1, 2))
     cached.take(10)
@@ -654,7 +654,8 @@ def test_restarted_worker_process_publishes_the_blocks_of_the_file_tier(server: 
             await call.write(worker_pb2.GenerateRequest(submits=[submit]))
             await until(lambda: published_in(info.generation, BlockTier.DEVICE) == names, seconds=30)
             await until(lambda: not first or is_stored(), seconds=30)
-            await until(lambda: not published_in(info.generation, BlockTier.STORAGE), seconds=30)  # sets are written one by one
+            # A block that moves leaves the set of its old tier after it is in the set of its new tier.
+            await until(lambda: not published_in(info.generation, BlockTier.STORAGE), seconds=30)
             call.cancel()
         processes[-1].kill()
         await asyncio.to_thread(processes[-1].wait)

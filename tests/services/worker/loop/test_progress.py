@@ -1,6 +1,6 @@
-"""Tests that a hung loop is reported once.
+"""Tests of the watchdog, which reports a hung loop once, and of the time limit of a step.
 
-The time limit of a step is longer than every allowed step takes, and shorter than a hung step.
+The limit must be longer than every step that the settings allow, and shorter than a hung step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_step_limit_is_the_watchdog_limit_before_the_first_step() -> None:
     assert TimedWorker().limit.seconds == CAP_S
 
 
-def test_step_limit_of_a_fast_model_is_the_lowest_limit() -> None:
+def test_step_limit_is_floor_s_when_the_model_is_fast() -> None:
     timed = TimedWorker(base=0.005, per_token=2e-5)
     timed.first_steps()
     assert timed.limit.seconds == FLOOR_S
@@ -173,7 +173,7 @@ def test_watchdog_ignores_a_loop_that_waits_for_messages() -> None:
     assert reports == [] and pulse.age_s == 0
 
 
-def test_begin_and_end_of_a_command_are_reported_with_the_deadline() -> None:
+def test_begin_of_a_command_is_reported_with_its_deadline_and_the_end_with_none() -> None:
     reports: list[Any] = []
 
     def fails(*_: Any) -> None:

@@ -12,7 +12,7 @@ def tokenizer() -> HfTokenizer:
     return load_tokenizer("models/demo")
 
 
-def test_decoded_last_tokens_are_the_end_of_the_text(tokenizer: HfTokenizer) -> None:
+def test_text_of_the_last_tokens_is_the_end_of_the_whole_text(tokenizer: HfTokenizer) -> None:
     text = "one two three, four: five"
     ids = tokenizer.encode_batch([text], False)[0]
     rules = ModelText(tokenizer)
