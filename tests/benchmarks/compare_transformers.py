@@ -41,7 +41,7 @@ BUSY_LIMIT = 0.2  # if other processes use more cores than this, a round's ratio
 
 
 class MeasurementFailed(Exception):
-    """Raised if the server or the reference fails or returns too few tokens, so the measurement has no result."""
+    """Raised if the server or the reference fails or returns a wrong number of tokens, so the measurement has no result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def seconds_to_read(memory: torch.Tensor, num_bytes: int) -> float:
 
 
 def run_ours(driver: Driver, texts: list[list[int]], num_out: int, chunk_tokens: int) -> Timing:
-    """Computes prompts of equal length in steps of at most chunk_tokens tokens, then decodes all of them together."""
+    """Computes prompts of equal length, one or as many as chunk_tokens allows per step, and then decodes all of them together."""
     driver.next_page = 0
     params = SamplingParams(max_new_tokens=num_out, temperature=0.0)
     sequences = [Sequence(text, slot, params) for slot, text in enumerate(texts)]
@@ -194,7 +194,7 @@ class Run:
         return ours
 
     def prefilled(self, texts: list[torch.Tensor], num_new: int) -> list[Sequence]:
-        """Computes each prompt, [1, tokens], in a pass of its own. Returns the sequences for num_new decode steps."""
+        """Computes each prompt, [1, tokens], in its own steps. Returns the sequences, which may decode num_new steps."""
         self._driver.next_page = 0
         params = SamplingParams(max_new_tokens=1 + num_new, temperature=0.0)
         sequences = [Sequence(text[0].tolist(), slot, params) for slot, text in enumerate(texts)]

@@ -1,9 +1,9 @@
 """Cost of an expert distribution record on a CPU: python -m tests.benchmarks.expert_record_cost [--threads N] [--pairs N]
 
-A mixture with random bf16 weights decodes: Qwen3-MoE with 12 layers of width 1,024, and 4 of 32 experts per token. Every second
-step counts experts. For each number of rows, and for prompts of 512 tokens, the benchmark prints the median CPU time of a step,
-the median ratio of the time with counts to the time without them in successive steps, and its 95 % interval. CPU time is less
-disturbed by other work on the machine than wall time.
+A mixture with random bf16 weights decodes: Qwen3-MoE with 12 layers of width 1,024, and 4 of 32 experts per token. In each pair
+of successive steps, one counts experts. For each number of rows, and for prompts of 512 tokens, the benchmark prints the median
+CPU time of a step, the median ratio of the time with counts to the time without them in successive steps, and its 95 % interval.
+CPU time is less disturbed by other work on the machine than wall time.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 The whole system runs with the demo model and two API keys. Chats with one key arrive at a steady rate, each with a request to
 /health. The other key attacks. For each attack, the output has:
 
-- the responses to the attack, and the number of failed chats;
+- the responses to the attack, and the number of chats and requests to /health that failed;
 - p99 of the chats' time to the first token, of their total time and of /health, in quiet seconds just before the attack and
   during the attack;
 - the growth of each service's memory since just before the attack: at its peak, and a few seconds after the attack. The worker's
   KV pool is fully written before the first attack.
 
 With --minutes, all attacks run at the same time, repeatedly, for this time. The growth of memory then has a limit two minutes
-after the attacks and, except for the worker, another limit at its peak. The exit status is 1 if a chat fails, memory exceeds a
-limit, or the machine is too slow even in quiet seconds.
+after the attacks and, except for the worker, another limit at its peak. The exit status is 1 if a chat or a request to /health
+fails, memory exceeds a limit, or the machine is too slow even in quiet seconds.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ async def quiet(url: str) -> Seen:
 
 
 async def one_row(system: System, memory: Memory, name: str) -> bool:
-    """Runs an attack and prints its row. Returns whether no chat failed."""
+    """Runs an attack and prints its row. Returns whether no chat and no request to /health failed."""
     before, idle = await quiet(system.url), memory.now()
     memory.begin()
     begun = time.monotonic()
@@ -184,7 +184,7 @@ async def all_at_once(system: System, memory: Memory, names: Sequence[str], minu
     """Runs all attacks repeatedly and prints the memory of each service.
 
     Returns:
-        True if no chat failed and memory exceeded no limit.
+        True if no chat and no request to /health failed, and memory exceeded no limit.
     """
     before, idle = await quiet(system.url), memory.now()
     memory.begin()

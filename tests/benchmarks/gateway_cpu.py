@@ -1,9 +1,9 @@
-"""python -m tests.benchmarks.gateway_cpu [OTHER]: CPU time of the gateway process per short chat that is not streamed.
+"""python -m tests.benchmarks.gateway_cpu [OTHER]: CPU time of the gateway process per short chat.
 
-The worker sends one token per step and computes nothing. Tokenizer and detokenizer run with the demo model. OTHER is another
-checkout's folder with its own .venv. With OTHER, a gateway of each checkout uses the same services, and the gateways are measured
-in turns. Prints user plus system time per request by round. --profile shows the functions of this checkout under cProfile, which
-about doubles the CPU time.
+With --stream, the chats are streamed. The worker sends one token per step and computes nothing. Tokenizer and detokenizer run
+with the demo model. OTHER is another checkout's folder with its own .venv. With OTHER, a gateway of each checkout uses the same
+services, and the gateways are measured in turns. Prints user plus system time per request by round. --profile shows the functions
+of this checkout under cProfile, which about doubles the CPU time.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def time_parts(body_bytes: int) -> None:
         ("block hashes of a numpy array", lambda: block_hashes(root, numbers)),  # type: ignore[arg-type]
         ("Submit from protobuf ids", lambda: worker_pb2.Submit(handle=1, prompt_ids=packed)),
         ("Submit from a list", lambda: worker_pb2.Submit(handle=1, prompt_ids=ids)),
-        ("its ByteSize", submit.ByteSize),
+        ("ByteSize of the Submit", submit.ByteSize),
         ("append the Submit to a GenerateRequest (a copy)", lambda: worker_pb2.GenerateRequest(submits=[submit])),
         (
             "make the Submit in the GenerateRequest (submits.add)",

@@ -2,7 +2,7 @@
 
 The texts are held-out questions of demo/tasks.py with their right answers, in the model's chat template. At each token of an
 answer, the executor gives the log probabilities of the whole vocabulary. For each form of the weights, the output has the mean
-and the 99th percentile of KL(bf16 ‖ form) in nats per token, and the share of tokens whose most likely token is the same.
+and the 99th percentile of KL(bf16 ‖ form) in nats per token, and the share of positions with the same most likely token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost and benefit of KV tiers on a CPU: python -m tests.benchmarks.tiers [cost|reuse] [--prompts N] ...
+"""Cost and benefit of KV tiers on a CPU: python -m tests.benchmarks.tiers cost|reuse [--prompts N] ...
 
 The model has random bf16 weights in the shape of Qwen3-0.6B, and the write policy is the default.
 
@@ -124,9 +124,11 @@ def saved_pairs(file: Path | None) -> list[tuple[float, float]]:
 
 
 def print_ratios(pairs: Sequence[tuple[float, float]]) -> None:
-    for what, ratios in zip(("requests a second", "TTFT"), zip(*pairs, strict=True), strict=True):
+    for what, ratios in zip(
+        ("requests a second, tiers / no tiers", "TTFT, no tiers / tiers"), zip(*pairs, strict=True), strict=True
+    ):
         low, high = interval(ratios)
-        print(f"{what}, tiers / no tiers: {median(ratios):.3f} [{low:.3f}, {high:.3f}], {len(ratios)} pairs", flush=True)
+        print(f"{what}: {median(ratios):.3f} [{low:.3f}, {high:.3f}], {len(ratios)} pairs", flush=True)
 
 
 def fill(args: argparse.Namespace, model: Path, folder: Path) -> None:
