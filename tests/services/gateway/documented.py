@@ -77,8 +77,9 @@ class Documented:
         """Returns the documented response to an undocumented path or method; None if the status is not documented.
 
         Args:
-            described: the response of status `own`.
-            own: the status for an unknown path (404) or an unknown method (405). Other statuses are refusals by the connection.
+            described: The documented response with the status `own`.
+            own: 404 for an unknown path, 405 for an unknown method. The HTTP connection or the check of API keys sends the other
+                statuses.
         """
         responses = self.document["components"]["responses"]
         names = {400: "BadRequest", 401: "Unauthorized", 408: "RequestTimeout", 431: "HeadTooLarge", 503: "ServiceUnavailable"}

@@ -80,12 +80,12 @@ def test_parameters_are_copied_again_for_a_hedge() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=0.1) as system, count_copies(system) as copies:
         pending = Pending(system)
         hedged(system)
-        wait_until(lambda: copies["CopyFrom"] == 2, "the copy's parameters")
+        wait_until(lambda: copies["CopyFrom"] == 2, "the copied parameters of the hedge")
         system.allow(None)
         assert pending.result().status_code == 200 and copies["CopyFrom"] == 2
 
 
-def test_one_copy_is_counted(shared: System) -> None:
+def test_count_copies_counts_one_copy(shared: System) -> None:
     with count_copies(shared) as copies:
         shared.do(lambda: pb.SamplingParams().CopyFrom(pb.SamplingParams(top_k=3)))
     assert copies["CopyFrom"] == 1

@@ -61,7 +61,7 @@ def sampled(system: System, api: Api, name: str, value: Any) -> pb.SamplingParam
 
 @pytest.mark.by_day(one_in=2, seed=22)
 @pytest.mark.parametrize(("api", "row"), CHECKED)
-def test_invalid_value_is_refused_by_name(shared: System, api: Api, row: SamplingParameter) -> None:
+def test_error_about_an_invalid_value_names_the_sampling_parameter(shared: System, api: Api, row: SamplingParameter) -> None:
     before = len(shared.worker.submits)
     for value in (*WRONG_TYPES[row.kind], *(outside(row) if row.kind is not Kind.FLAG else ())):
         answer = shared.post(api, json.dumps(body_of(api, row.names[api], value)).encode())

@@ -103,7 +103,7 @@ def lease_of(response: Response, key: str = "alice") -> str:
 
 
 def expire_lease(store: RedisServer, response: Response) -> None:
-    """Gives the lease of a response to another owner, as if its gateway had stopped for longer than the lease."""
+    """Gives the lease of a response to another owner, as if its gateway had been suspended for longer than the lease."""
     store.client.set(lease_of(response), "another", px=2000)
 
 
@@ -299,7 +299,7 @@ def test_refused_background_response_frees_slots_of_the_api_key_and_of_the_gatew
         assert (head.status_code, head.content) == (200, b"")
 
 
-def test_background_response_ends_when_the_record_is_unreadable(
+def test_background_response_ends_when_stored_events_are_unreadable_or_the_state_is_lost(
     system: System, clients: list[OpenAI], store: RedisServer
 ) -> None:
     system.allow(4)
@@ -391,7 +391,7 @@ def test_background_response_fails_after_the_maximum_number_of_takeovers(
 
 
 def begin_unreadable(system: System, clients: list[OpenAI], store: RedisServer) -> Response:
-    """Begins a response, makes its record unreadable, and sets so many takeovers that the next gateway ends the response."""
+    """Begins a response with an unreadable stored request and so many takeovers that the next gateway ends the response."""
     system.allow(4)
     response = begin(clients[0])
     wait_until(lambda: len(text_of(streamed_so_far(system, response))) == 4, "four tokens in the store")
@@ -401,10 +401,10 @@ def begin_unreadable(system: System, clients: list[OpenAI], store: RedisServer) 
     return response
 
 
-def test_response_with_an_unreadable_record_is_failed_for_every_reader(
+def test_response_is_failed_for_every_reader_when_no_gateway_can_read_the_stored_request(
     system: System, clients: list[OpenAI], store: RedisServer
 ) -> None:
-    """The store has a record of the failed response. The records of the running response are deleted."""
+    """The store has a record of the failed response. The state of the running response is deleted."""
     response, owner = begin_unreadable(system, clients, store), owner_of("alice")
     last = wait_for_end(clients[1], response)
     record = json.loads(store.client.hget(f"state:of:{owner}:{response.id}", "c") or "")
@@ -522,7 +522,7 @@ def test_response_fails_when_the_tokenizer_has_changed() -> None:
 
 
 def test_gateway_waits_for_the_model_of_a_stored_response() -> None:
-    """The workers of the model connect after the gateway has read the stored response."""
+    """No worker of the model is connected, so the response stays open."""
 
     def other(workers: list[FakeWorker]) -> None:
         workers[0].info.model = "other"

@@ -32,7 +32,7 @@ def test_client_receives_embeddings_for_every_form_of_input(shared: System, inpu
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, prompts))
 
 
-def test_floats_are_the_default_encoding(shared: System) -> None:
+def test_embedding_is_a_list_of_floats_by_default(shared: System) -> None:
     assert embed(shared).json()["data"][0]["embedding"] == vector_of(ids_of("Hi"))
     assert embed(shared, encoding_format="float").json() == embed(shared).json()
 
@@ -47,7 +47,7 @@ def test_dimensions_shorten_the_embedding(shared: System) -> None:
     assert [item.embedding for item in answer.data] == [vector_of(ids_of(text))[:2] for text in ("ab", "c")]
 
 
-def test_fields_reach_the_worker(shared: System) -> None:
+def test_fields_of_an_embedding_request_reach_the_worker(shared: System) -> None:
     answer = embed(shared, input=["ab", "c"], dimensions=3, normalize=False, cache_salt="s", priority=2, routing_key="k")
     assert answer.status_code == 200
     submits = shared.worker.submits[-2:]
@@ -61,7 +61,7 @@ def test_fields_reach_the_worker(shared: System) -> None:
     assert not sampling.embedding.HasField("dimensions") and not sampling.embedding.HasField("normalize")
 
 
-def test_input_is_truncated_to_the_last_tokens(shared: System) -> None:
+def test_embedding_input_is_truncated_to_the_last_tokens(shared: System) -> None:
     for max_tokens, sent in ((2, "ld"), (2.0, "ld"), (99, "world"), (-1, "world")):
         answer = embed(shared, input="world", truncate_prompt_tokens=max_tokens).json()
         assert answer["usage"]["prompt_tokens"] == len(sent), "the number 2.0 is accepted as the integer 2"
@@ -70,11 +70,11 @@ def test_input_is_truncated_to_the_last_tokens(shared: System) -> None:
     assert embed(shared, truncate_prompt_tokens=0).json()["error"]["param"] == "truncate_prompt_tokens"
 
 
-def test_input_may_fill_the_context(shared: System) -> None:
+def test_embedding_input_may_fill_the_context(shared: System) -> None:
     assert embed(shared, input="x" * CONTEXT_LEN).status_code == 200
 
 
-def test_request_fails_when_the_worker_refuses_a_prompt(system: System) -> None:
+def test_embedding_request_fails_when_the_worker_refuses_a_prompt(system: System) -> None:
     system.do(lambda: system.worker.refuse.append((2, "not today", "embedding")))
     answer = embed(system, input=["a", "b", "c"])
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"

@@ -185,7 +185,7 @@ def test_request_for_experts_goes_only_to_workers_with_the_same_number_of_ids_pe
         assert not submits(system, 0)
 
 
-def test_request_for_experts_waits_while_no_worker_is_connected() -> None:
+def test_request_for_experts_gets_503_when_no_worker_is_connected() -> None:
     with System(configure=return_experts, queue_timeout_s=0.3) as system:
         assert system.post("/generate", BODY).status_code == 200
         system.call(system.workers[0].stop())

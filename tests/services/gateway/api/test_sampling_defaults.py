@@ -58,7 +58,7 @@ def test_sampling_defaults_apply_to_the_messages_and_responses_apis(path: str, b
             assert (sampling.temperature, sampling.top_k) == (temperature, 20)
 
 
-def test_worker_default_of_one_parameter_leaves_other_parameters_unset() -> None:
+def test_other_parameters_keep_the_api_defaults_when_a_worker_has_one_default() -> None:
     with System(configure=prefer(temperature=0.0)) as system:
         plain = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
         assert sampled(system, "/v1/completions") == plain
@@ -82,7 +82,7 @@ def test_clients_can_read_the_sampling_defaults() -> None:
         assert system.openai().models.retrieve(MODEL).sampling_defaults == DEFAULTS  # type: ignore[attr-defined]
 
 
-def test_hedged_request_uses_the_sampling_defaults_of_the_first_worker() -> None:
+def test_both_copies_of_a_hedged_request_have_the_same_sampling_defaults() -> None:
     def differ(workers: list[FakeWorker]) -> None:
         for worker, temperature in zip(workers, (0.25, 0.75), strict=True):
             prefer(temperature=temperature)([worker])

@@ -220,7 +220,7 @@ class TestMaxTokens0:
 
 class TestRouting:
     @pytest.mark.parametrize("policy", ["prefix_aware", "round_robin", "least_requests"])
-    def test_items_of_one_request_go_to_one_worker(self, policy: str) -> None:
+    def test_items_of_a_score_request_go_to_one_worker(self, policy: str) -> None:
         with System(workers=3, routing_policy=policy) as system:
             for number in range(4):
                 assert ask(system, items=[f"{number} {item}" for item in range(8)]).status_code == 200
@@ -228,7 +228,7 @@ class TestRouting:
             assert sum(map(len, placed)) == 4, "each batch is on one worker"
             assert system.metric("rootstock_gateway_routing_decisions_total", reason="home") == 4 * 7
 
-    def test_items_go_to_other_workers_when_a_worker_is_full(self) -> None:
+    def test_items_of_a_score_request_go_to_other_workers_when_a_worker_is_full(self) -> None:
         def two_slots(workers: list[FakeWorker]) -> None:
             for worker in workers:
                 worker.info.max_running_requests = 2
@@ -261,7 +261,7 @@ class TestRouting:
             assert "serves no scores" in answer.text and "retry-after" in answer.headers
             assert system.post("/generate", {"text": "Hi"}).status_code == 200
 
-    def test_items_move_to_another_worker_when_their_worker_is_lost(self) -> None:
+    def test_items_of_a_score_request_move_to_another_worker_when_their_worker_is_lost(self) -> None:
         with System(workers=2, configure=lambda workers: [worker.allow(0) for worker in workers] and None) as system:
             body = {"query": "a", "items": ["b", "c", "d"], "label_token_ids": LABELS}
             waiting = Waiting(system, SCORE, body)

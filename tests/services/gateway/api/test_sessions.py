@@ -174,7 +174,7 @@ class TestOpenAndClose:
         assert close_session(system, "mine").status_code == 404
         assert open_session(system, session_id="mine").status_code == 200
 
-    def test_request_for_an_unknown_model_gets_404(self, system: System) -> None:
+    def test_close_session_gets_404_when_the_model_is_unknown(self, system: System) -> None:
         answer = system.post("/close_session", {"session_id": "mine", "model": "nobody's"})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 

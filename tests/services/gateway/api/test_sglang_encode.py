@@ -37,7 +37,7 @@ def test_dimensions_shorten_the_embedding(shared: System) -> None:
     assert shared.post("/encode", {"text": "Hi", "dimensions": 2}).json()["embedding"] == vector_of(ids_of("Hi"))[:2]
 
 
-def test_model_without_embeddings_is_refused() -> None:
+def test_encode_request_is_refused_when_the_model_gives_no_embeddings() -> None:
     with System(down=("worker",)) as system:
         system.worker.info.embedding_size = 0
         system.call(system.workers[0].start())

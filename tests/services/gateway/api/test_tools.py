@@ -240,9 +240,9 @@ def test_detokenizer_keeps_the_tool_call_tokens_when_the_request_has_tools(syste
 
 
 def test_reasoning_tokens_are_counted() -> None:
-    """The gateway counts the tokens between the ids of the reasoning marks, which are "(" and ")" here.
+    """The gateway counts the tokens from the opening to the closing mark of reasoning, including both marks.
 
-    The end-of-sequence token counts if it ends the reasoning.
+    The marks are "(" and ")" here. The end-of-sequence token counts if it ends the reasoning.
     """
     with System(formats=("", "think"), reasoning_marks=(ord("("), ord(")"))) as system:
         for text, tokens in (

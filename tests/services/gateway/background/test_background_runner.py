@@ -101,7 +101,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_runner_takes_over_all_pending_responses_with_readable_records(server: RedisServer) -> None:
+def test_runner_takes_over_all_pending_responses_with_readable_orders(server: RedisServer) -> None:
     """The runner renews the leases of its own responses while slow takeovers continue."""
 
     async def run() -> None:

@@ -72,7 +72,7 @@ def test_lines_use_one_lane_during_interactive_requests_and_shortly_after() -> N
         load.attendance.begin(False)  # a request of a batch line is not interactive
         load.now += QUIET_S / 2
         await until(lambda: load.lanes.used == 2)
-        assert not load.lanes.is_open, "the lanes open one by one"
+        assert not load.lanes.is_open, "one lane opens per RISE_S"
         load.now += RISE_S
         await until(lambda: load.lanes.used == 3)
 

@@ -27,7 +27,7 @@ def test_draining_worker_completes_running_requests_and_gets_no_new_requests() -
         assert content(pending) == ANSWER
         assert len(first.servicer.submits) == 1 and sum(system.submits()) == 5
         system.do(lambda: first.servicer.report_load(draining=False))
-        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the reconnection")
+        wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the end of the drain")
         assert [system.chat().status_code for _ in range(4)] == [200] * 4
         assert len(first.servicer.submits) > 1
 
@@ -56,7 +56,7 @@ def test_choice_moves_any_number_of_times_when_workers_drain() -> None:
             system.do(lambda here=here: here.allow(1))
             wait_until(lambda here=here: here.steps_left == 0, "the token of the worker")
             system.do(lambda other=other: other.report_load(draining=False))
-            wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the reconnection of the other worker")
+            wait_until(lambda: system.gateway.dispatcher.connected() == 2, "the end of the drain of the other worker")
             system.do(lambda here=here: here.end_running(pb.ERROR_CODE_UNAVAILABLE, "draining"))
         system.allow(None)
         assert content_of(pending.result().text) == ANSWER

@@ -41,7 +41,7 @@ def test_hedging_is_off_by_default() -> None:
 
 
 @each_value(copy_wins={"the first": False, "the copy": True}, stream={"whole": False, "stream": True})
-def test_worker_with_the_first_output_keeps_the_request(copy_wins: bool, stream: bool) -> None:
+def test_hedged_request_stays_at_the_worker_with_the_first_output(copy_wins: bool, stream: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system, stream=stream, temperature=1.0)
         first, second = hedged(system)
@@ -60,7 +60,7 @@ def test_worker_with_the_first_output_keeps_the_request(copy_wins: bool, stream:
 
 
 @pytest.mark.parametrize("copy_dies", [False, True], ids=["original", "copy"])
-def test_request_continues_when_one_of_two_workers_is_lost(copy_dies: bool) -> None:
+def test_hedged_request_continues_when_one_of_two_workers_is_lost(copy_dies: bool) -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
         first, second = hedged(system)
@@ -70,7 +70,7 @@ def test_request_continues_when_one_of_two_workers_is_lost(copy_dies: bool) -> N
         assert system.submits() == [1, 1]
 
 
-def test_request_moves_when_both_workers_are_lost() -> None:
+def test_hedged_request_moves_when_both_workers_are_lost() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system)
         first, second = hedged(system)
@@ -82,7 +82,7 @@ def test_request_moves_when_both_workers_are_lost() -> None:
         assert pending.result().status_code == 200
 
 
-def test_request_moves_when_the_remaining_worker_is_lost() -> None:
+def test_hedged_request_moves_when_the_remaining_worker_is_lost() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         pending = Pending(system, stream=True)
         first, second = hedged(system)
@@ -95,7 +95,7 @@ def test_request_moves_when_the_remaining_worker_is_lost() -> None:
         assert list(first.servicer.submits[1].output_ids) == ids_of(ANSWER[:5])
 
 
-def test_both_copies_are_aborted_when_the_client_leaves() -> None:
+def test_both_copies_of_a_hedged_request_are_aborted_when_the_client_leaves() -> None:
     with System(workers=2, configure=stopped, hedge_after_s=AFTER_S) as system:
         client = RawClient(system, "/v1/completions", {"prompt": "Hi"})
         hedged(system)

@@ -108,7 +108,7 @@ def test_stream_continues_when_all_workers_are_lost_and_one_returns() -> None:
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in events(pending.result().text)) == ANSWER
 
 
-def test_stream_fails_when_no_lost_worker_returns() -> None:
+def test_stream_fails_when_the_lost_worker_does_not_return() -> None:
     with System(configure=stopped, queue_timeout_s=0.3) as system:
         pending = Pending(system, stream=True)
         begun(system, 5)

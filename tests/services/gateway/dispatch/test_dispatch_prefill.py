@@ -123,7 +123,7 @@ class TestUseOfPrefillWorkers:
             assert text_of_answer(ask(system)) == ANSWER
             assert not any(submit.hand_over for submit in submits(system, 0))
 
-    def test_prefill_worker_of_another_model_version_is_not_used(self) -> None:
+    def test_prefill_worker_is_used_only_for_decode_workers_of_the_same_model_version(self) -> None:
         def configure(workers: list[FakeWorker]) -> None:
             for worker in (workers[0], workers[2]):
                 worker.info.revision = "other"
@@ -293,7 +293,6 @@ def test_session_turns_are_sent_to_decode_workers() -> None:
 
 
 def test_session_turns_are_sent_to_prefill_workers_when_no_other_worker_ever_connected() -> None:
-    """A decode worker that connects later does not get the sessions."""
     with system_of(workers=1) as system:
         answer = system.post("/generate", {"text": "a long enough text", "session_params": {"id": "early"}})
         assert answer.status_code == 200 and len(submits(system, 0)) == 1

@@ -140,7 +140,7 @@ def test_slot_of_a_running_request_is_reused_when_the_client_leaves() -> None:
         assert status_of(after) == 200
 
 
-def test_choices_of_one_request_are_placed_one_by_one() -> None:
+def test_choices_of_one_request_are_placed_as_slots_become_free() -> None:
     with System(configure=with_one_slot) as system:
         pending = Pending(system, n=5)
         wait_until(lambda: system.num_waiting == 2 and system.running() == [LIMIT], "three placed and two queued choices")

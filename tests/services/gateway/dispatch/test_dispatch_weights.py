@@ -139,7 +139,7 @@ def test_request_with_output_does_not_move_to_a_worker_with_a_shorter_context() 
         assert GONE in pending.result().text and system.submits() == [1, 0]
 
 
-def test_request_with_output_waits_for_a_paused_worker_of_the_same_model_version() -> None:
+def test_request_with_output_gets_error_code_paused_when_the_only_worker_of_the_model_version_is_paused() -> None:
     with System(workers=3, configure=with_revisions("old", "old", "new"), queue_timeout_s=0.3) as system:
         report_load(system, 2, paused=True)
         pending = Pending(system, stream=True)

@@ -128,7 +128,7 @@ class TestWorker:
             assert answer.json()["error"]["code"] == "queue_full" and "retry-after" in answer.headers
             first.vanish()
 
-    def test_policy_least_requests_balances_the_load_of_workers(self) -> None:
+    def test_choices_of_one_request_are_spread_evenly_over_workers(self) -> None:
         with System(workers=2) as system:
             for host in system.workers:
                 system.do(lambda host=host: host.servicer.allow(0))

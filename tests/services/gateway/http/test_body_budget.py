@@ -150,7 +150,7 @@ def test_body_budget_reserves_the_size_of_parsed_values(small_budget: System) ->
     second.close()
 
 
-def test_body_is_refused_when_parsed_values_exceed_the_budget() -> None:
+def test_body_is_refused_when_it_has_more_than_max_json_values() -> None:
     with System(max_body_bytes=8 * MIB, body_budget_bytes=8 * MIB) as system:
         body = b'{"model": "%b", "prompt": [%b0]}' % (MODEL.encode(), b"0," * (MAX_JSON_VALUES - 4))
         assert system.post("/v1/completions", body).json()["error"]["code"] == "context_length_exceeded"

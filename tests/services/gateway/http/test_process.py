@@ -105,7 +105,7 @@ def test_port_that_is_in_use_is_reported_in_one_line(launch: Callable[..., Proce
     assert len(problems) == 1 and str(port) in problems[0]["msg"] and "exception" not in problems[0]
 
 
-def test_unknown_flag_is_reported_in_one_line() -> None:
+def test_invalid_value_of_a_flag_is_reported_in_one_line() -> None:
     command = [sys.executable, "-m", "rootstock_llm.services.gateway", "--port", "99999"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2

@@ -59,7 +59,7 @@ class Drawer:
             free_tokens: Number of tokens after which the drawer prefers tokens that close values.
 
         Returns:
-            None if no output ends within MAX_TOKENS tokens.
+            None if the output does not end within MAX_TOKENS tokens.
         """
         matcher, written = xgrammar.GrammarMatcher(grammar), b""
         for count in range(MAX_TOKENS):

@@ -1,7 +1,7 @@
 """Chat templates for an assistant's turn, one per family of models, written from the documentation of the formats.
 
 The variables are `content`, `calls` (each with `name` and `arguments`), `reasoning` if the family writes it, and
-`add_generation_prompt`.
+`add_generation_prompt`. Some templates have further variables, such as `thinking`.
 """
 
 from __future__ import annotations

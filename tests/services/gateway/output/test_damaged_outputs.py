@@ -83,7 +83,7 @@ def damaged(text: str, marks: Sequence[str], chooser: random.Random) -> str:
 def outputs(way: str) -> Iterator[tuple[OutputFormats, Sequence[str], str]]:
     """Yields the formats, their marks and a damaged output.
 
-    Except with harmony, half of the outputs are parsed with a random reasoning format, which may differ from the model's format.
+    Except with harmony, half of the outputs are written and parsed with a random reasoning format instead of the family's own.
     """
     name, own, variables = WAYS[way]
     template, chooser = ChatTemplate(TEMPLATES[name]), random.Random(f"{SEED} {way}")

@@ -124,7 +124,7 @@ def test_abort_returns_when_other_gateways_are_down_or_hang(pool: ThreadPoolExec
 
 
 def call(system: System, request: pb.AbortRequest, token: str = "") -> pb.AbortResponse | grpc.StatusCode:
-    """Calls Abort at the peer port of the second gateway."""
+    """Calls Abort at the peer port of one of the gateways."""
     address = sorted(system.gateways[0]._peers._channels)
 
     async def ask() -> pb.AbortResponse | grpc.StatusCode:

@@ -148,7 +148,10 @@ def test_background_store_has_each_write_once_when_calls_are_repeated(
 
 @pytest.mark.by_day(one_in=2)
 def test_size_of_the_pages_read_from_a_stored_response_is_limited(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page is larger than the limit only if it has a single item. Reading pages of an ended response raises LeaseLost."""
+    """A page is larger than the limit only if it has a single item.
+
+    After the end of a response, reading its ids, texts or logprobs raises LeaseLost.
+    """
     monkeypatch.setattr(background_past, "PAGE_BYTES", 4000)
 
     async def use(store: BackgroundStore, _records: RedisStore) -> None:

@@ -142,7 +142,7 @@ def test_batch_store_returns_results_that_exceed_the_quota(server: RedisServer) 
 
 
 @pytest.mark.by_day(one_in=2)
-def test_file_store_returns_a_file_only_after_all_chunks_are_sealed(server: RedisServer) -> None:
+def test_file_store_returns_a_file_only_after_all_chunks_are_stored_and_the_file_is_sealed(server: RedisServer) -> None:
     async def use(stores: Stores) -> None:
         files, whole = stores.files, file_of("file-a", b"one", b"two")
         assert await files.add(ALICE, "file-a", 0, b"one") and await files.get(ALICE, "file-a") is None

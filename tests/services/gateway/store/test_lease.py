@@ -40,7 +40,7 @@ def expire(server: RedisServer, lease: Lease) -> None:
     server.client.delete(lease.key)
 
 
-def test_other_gateway_takes_a_lease_only_after_release(server: RedisServer) -> None:
+def test_unexpired_lease_can_be_taken_by_another_gateway_only_after_release(server: RedisServer) -> None:
     async def use(first: Leases, second: Leases) -> None:
         lease = await first.take("work")
         assert lease is not None and await second.take("work") is None and await second.take("other") is not None

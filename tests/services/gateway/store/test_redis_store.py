@@ -107,7 +107,7 @@ def test_redis_store_refuses_records_above_the_quota(empty: RedisServer) -> None
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
-def test_redis_store_drops_unused_records_and_counts(empty: RedisServer) -> None:
+def test_redis_store_drops_unused_records_and_frees_the_quota(empty: RedisServer) -> None:
     async def use(store: RedisStore) -> None:
         assert await store.put(ALICE, "used", b"x") and await store.put(ALICE, "unused", b"x")
         deadline = time.monotonic() + 30
