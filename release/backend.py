@@ -1,6 +1,7 @@
-"""The build backend of pyproject.toml: setuptools, with links to the sources and the modules of protos/ in rootstock_llm.
+"""The build backend of pyproject.toml: setuptools, with links to the source folders in rootstock_llm.
 
-An editable installation generates no modules, because `make env` writes them into the source tree.
+A wheel also gets the modules of protos/. An editable installation generates no modules, because `make env` writes them into the
+source tree.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = Non
 
 
 class BuildWithProtos(build_py):  # type: ignore[misc]  # setuptools has no types here
-    """The command build_py, which fills the folder that becomes the wheel."""
+    """The command build_py, which also generates the modules of protos/ in the folder that becomes the wheel."""
 
     def run(self) -> None:
         super().run()

@@ -15,7 +15,8 @@ from pathlib import Path
 PACKAGE = "rootstock_llm"
 SOURCES = ("services", "kernels")
 PROTOS = Path("protos")  # folder of the .proto files, relative to the root of the source tree
-# protoc makes the modules import each other from rootstock.v1, the folder of the .proto files. They are in rootstock_llm.protos.
+# Package from which generated modules import each other. protoc writes rootstock.v1, the folder of the .proto files; generate()
+# replaces it by rootstock_llm.protos.
 GENERATED_IMPORT = re.compile(r"\brootstock\.v1(?= import|\.\w+_pb2)")
 
 
@@ -28,7 +29,7 @@ def link(root: Path) -> None:
 
 
 def generate(root: Path, folder: Path) -> None:
-    """Writes the modules of the protos below `root` into `folder`. Raises CalledProcessError if protoc refuses a file."""
+    """Writes Python modules for all .proto files in root/protos to `folder`. Raises CalledProcessError if protoc refuses one."""
     files = sorted(str(path.relative_to(root)) for path in (root / PROTOS).rglob("*.proto"))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:

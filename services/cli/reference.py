@@ -56,8 +56,8 @@ Without `-m` and a pipe, the command holds a conversation with these commands: `
 """
 BATCH = """
 A line of the file is `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`; all lines have the
-same endpoint. With `--wait`, the exit status is 0 if the batch completed and 1 otherwise. `results` prints the completed
-lines, `results --errors` the failed lines.
+same endpoint. With `--wait`, the exit status is 0 if the batch completed and 1 if it ended otherwise. `results` prints the
+completed lines, `results --errors` the failed lines.
 """
 CONTROL = """
 [What each operation does](control.md). A flag that is not given takes its value from an environment variable with the prefix

@@ -1,7 +1,7 @@
 """The open requests of one Decode stream, and the metrics of all streams. No I/O. Calls of one session must not overlap.
 
-DecodeOpen creates the state of a request. The session frees the state after the request's finished row, when the
-request's handle is in `closes`, or when the session ends.
+DecodeOpen creates the state of a request. The session frees the state after the request's finished row, after a failed row, when
+the request's handle is in `closes` or is opened again, or when the session ends.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Request:
             self._span.end()
 
     def _unsent(self, text: str) -> str:
-        """Returns the decoded text without stop strings and without the characters that an earlier stream has sent."""
+        """Returns the text to send, without text that is or may become a stop string or that another stream has sent."""
         return self._skipping(text if self._stops is None else self._stops.push(text))
 
     def _skipping(self, text: str) -> str:

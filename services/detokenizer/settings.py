@@ -23,7 +23,7 @@ class DetokenizerSettings(ServiceSettings):
     inline_tokens: int = Field(
         2048,
         ge=0,
-        description="Largest number of tokens of a message that the event loop decodes. A thread decodes longer messages.",
+        description="Largest number of tokens in a message that the event loop decodes. A thread decodes longer messages.",
     )
     max_connection_age_s: float = Field(
         0.0,

@@ -201,7 +201,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Returns the paths of the weight files that the worker reads. Files that the index names may be missing.
+    """Returns the paths of the weight files that the worker reads. The index may name files that are missing.
 
     Raises:
         NoModel: the index is not valid.

@@ -1,6 +1,6 @@
-"""python -m rootstock_llm.services.local.models_reference writes docs/reference/models.md and served_architectures.json.
+"""python -m rootstock_llm.services.local.models_reference updates docs/reference/models.md and served_architectures.json.
 
-The page lists the architectures that Rootstock's own decoder implements. The table says for each architecture of transformers
+The page lists the architectures that Rootstock's own decoder implements. The JSON file says for each architecture of transformers
 whether the worker serves it, so that a download in an image without transformers can refuse an unsupported model.
 """
 
@@ -71,7 +71,7 @@ def table() -> str:
 
 
 def _verdict(configs: Any, model_type: str, architecture: str) -> tuple[str, list[str]]:
-    """Returns a key of the table, or "unsupported", and the names of layer types or submodels for the worker's message."""
+    """Returns a key of table(), or "unsupported", and the names of layer types or submodels for the worker's message."""
     from rootstock_llm.services.worker.exec.models.encoder import is_encoder
     from rootstock_llm.services.worker.exec.models.registry import NotCovered, config_of
     from rootstock_llm.services.worker.exec.models.transformers_model import auto_class_of

@@ -94,7 +94,7 @@ def _routes() -> str:
 
 
 def _fields_of(body: type[BaseModel], known: KnownFields) -> Callable[[], str]:
-    """Returns a table of all known fields of a body: served fields, neutral fields and refused fields."""
+    """Returns a function that makes the table of a body's known fields: served, neutral and refused ones."""
 
     def table() -> str:
         rows = {name: f"served | {field.description or ''}" for name, field in body.model_fields.items()}

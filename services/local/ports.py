@@ -49,7 +49,7 @@ class _Ports:
 
     def __init__(self) -> None:
         self._claims: list[socket.socket] = []
-        # The ports of all claimed blocks: first the never returned ports, then the others in the order of their last return.
+        # The ports of all claimed blocks: first the ports that take() has never tried, then the others in order of trial.
         self._ports: deque[int] = deque()
 
     def take(self, count: int, besides: Collection[int]) -> list[int]:

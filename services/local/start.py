@@ -1,7 +1,7 @@
 """Starts all processes, waits until they are ready, sends the first request, and restarts processes that end.
 
-The supervisor (services/local/supervisor.py) restarts a process that ends, also during the start. The system is ready when every
-process has become ready and no process was restarted after that.
+The supervisor (services/local/supervisor.py) restarts a process that ends, also during the start. The system is ready when the
+launcher has found every process ready, and no process was restarted in the meantime.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rootstock_llm.services.shared.hf_tokenizer import has_chat_template
 from rootstock_llm.services.shared.rpc import grpc_server
 
 POLL_S = 0.1  # seconds between two readiness checks of a process
-MAX_ATTEMPTS = 3  # attempts of the first request; it is repeated if a process ends during the request
+MAX_ATTEMPTS = 3  # attempts of the first request; it is repeated if the connection ends or a service is unavailable
 CONTROL_TOKEN = "ROOTSTOCK_CONTROL_TOKEN"
 
 

@@ -1,7 +1,7 @@
 """The format of workers' error messages about a field of a request.
 
-A worker sends the field, the element and a complete message that begins with the field's name. If the API has another name for
-the field, the gateway removes the name with which the message begins.
+A worker sends the field, the index of the element and a complete message that begins with the field's name. If the API has
+another name for the field, the gateway removes the name with which the message begins.
 """
 
 from __future__ import annotations

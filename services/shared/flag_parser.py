@@ -1,4 +1,7 @@
-"""The argument parser of the services and of `rootstock`. Each error is one line; an unknown flag suggests the nearest one."""
+"""The argument parser of the services and of `rootstock`.
+
+Each error is one line. The error for an unknown flag suggests a similar flag if there is one.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def refusal(config: Any, files: Collection[str], subject: str) -> str:
 
 
 def _has_code(table: Mapping[str, Any], architecture: str) -> bool:
-    """Whether one of our model classes computes the architecture. Its name must then be a family followed by one of ENDINGS."""
+    """Whether one of our model classes computes the architecture, whose name is then a family followed by one of ENDINGS."""
     ending = next((ending for ending in ENDINGS if architecture.endswith(ending)), "")
     return bool(ending) and architecture.removesuffix(ending) in table["families"]
 

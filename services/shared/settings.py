@@ -1,8 +1,8 @@
 """The settings of a service: a frozen class that is filled from flags, then the environment, then a file, then defaults.
 
-A service subclasses ServiceSettings directly. Every field has a type, a default and a help text with the unit. A field is set by
-`--field-name VALUE` on the command line, by ROOTSTOCK_FIELD_NAME in the environment, or by `field-name: VALUE` or
-`field_name: VALUE` in the file that `--config` names.
+A service subclasses ServiceSettings directly. Each field has a type, a help text with the unit, and a default unless the field is
+required. A field is set by `--field-name VALUE` on the command line, by ROOTSTOCK_FIELD_NAME in the environment, or by
+`field-name: VALUE` or `field_name: VALUE` in the file that `--config` names.
 """
 
 from __future__ import annotations

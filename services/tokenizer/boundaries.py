@@ -46,23 +46,23 @@ class Step:
 
     keeps: Allows = _always  # whether the step gives the same result for the parts as for the whole
     splits: Allows = _never  # whether the step splits the text at the cut
-    # Whether the step splits a run of spaces, and each part of such a run, only before the last space.
+    # Whether the step splits a run of spaces, and each part of such a run, nowhere or only before the last space.
     keeps_blanks: bool = True
 
 
 class UnknownStep(Exception):
-    """The description has a step whose effect on cuts this file does not know."""
+    """The tokenizer's description has a step whose effect on cuts this file does not know."""
 
 
 @dataclass(slots=True)
 class _Normalization:
     """The effect of normalization on single characters."""
 
-    drops_blank: bool = False  # normalization puts a blank before every text, so a part that begins with a blank must drop it
+    drops_blank: bool = False  # whether normalization adds a blank before a text, so that a part drops its own first blank
     lowers: bool = False  # whether normalization converts to lower case
     ascii_only: bool = False  # whether the effect of normalization is known only for ASCII characters
     replaced: dict[str, str] = field(default_factory=dict)  # replacement of single characters
-    pairs: set[tuple[str, str]] = field(default_factory=set)  # neighbouring characters within replaced texts
+    pairs: set[tuple[str, str]] = field(default_factory=set)  # neighbouring characters in the texts to replace
 
     def of(self, char: str) -> str:
         found = self.replaced.get(char, char)
@@ -86,7 +86,7 @@ class Boundaries:
         self._known = self._read()  # whether this file knows all steps; otherwise, no text is cut
         self._added_texts = tuple(self._texts_of_added())
         self._added_pairs = {pair for text in self._added_texts for pair in itertools.pairwise(text)}
-        self._allowed: dict[str, bool] = {}  # results by the two characters around a cut
+        self._allowed: dict[str, bool] = {}  # results of _allows() by the two characters around a cut
 
     @property
     def drops_blank(self) -> bool:
@@ -94,7 +94,10 @@ class Boundaries:
         return self._normal.drops_blank
 
     def allows(self, text: str, at: int) -> bool:
-        """Whether the ids of `text[:at]` and `text[at:]`, joined, are the ids of the text. Needs `0 < at < len(text)`."""
+        """Whether the text may be cut before `text[at]`: the joined ids of the parts are then the ids of the text.
+
+        Needs `0 < at < len(text)`. False if this file cannot tell.
+        """
         pair = text[at - 1 : at + 1]
         found = self._allowed.get(pair)
         if found is None:
@@ -105,7 +108,7 @@ class Boundaries:
 
     @functools.cached_property
     def allows_blanks(self) -> bool:
-        """Whether a run of blanks may be cut if stitches() is true and at least 2 * max_token_chars blanks are on both sides."""
+        """Whether a run of blanks may be cut where stitches() is true and each side has at least 2 * max_token_chars blanks."""
         if not self._known or not self._is_bpe or self._absorbs_blanks:
             return False
         if (" ", " ") in self._added_pairs or any(not text.strip() for text in self._added_texts):
@@ -277,9 +280,11 @@ def _matches(pattern: Pattern) -> Step:
 
 
 def _keeps_blanks(pattern: Pattern) -> bool:
-    """Whether only branches of BLANK_BRANCHES can match two neighbouring blanks, or begin and end with a blank.
+    r"""Whether the pattern splits a run of blanks only as Step.keeps_blanks permits.
 
-    From any position in a run of blanks, these branches match the rest of the run, or the part up to a line break.
+    True if the pattern matches no blank. Also true if it has the branch `\s+`, and only branches of BLANK_BRANCHES can match two
+    neighbouring blanks, or begin and end with a blank. From any position in a run of blanks, these branches match the rest of the
+    run, the rest without its last blank, or the part up to a line break.
     """
     if not pattern.can_have(" "):
         return True

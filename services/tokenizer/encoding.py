@@ -1,7 +1,8 @@
 """Encodes the texts of requests: short texts of several requests in one call, long texts in pieces with limited memory.
 
-If a lane (an encoding thread) is free, a short request is encoded immediately. Requests that arrive while all lanes are busy are
-encoded together by the next free lane. Batches therefore form only under load, and no request waits until a batch is full.
+A lane is a task that runs one encoding call at a time in a thread. If a lane is free, a short request is encoded immediately.
+Requests that arrive while all lanes are busy are encoded together by the next free lane. Batches therefore form only under load,
+and no request waits until a batch is full.
 
 A text in pieces gets the same ids as a text that is encoded as a whole. A piece ends where boundaries.py allows a cut. A text is
 refused if it has no such position within limits.MAX_WORD_CHARS characters. Encoding stops when a text has more tokens than its
@@ -28,7 +29,7 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
 from rootstock_llm.services.tokenizer.boundaries import METASPACE, Boundaries
 
-PIECE_CHARS = 1 << 16  # desired characters per piece of a long text; a piece ends near that at a boundary
+PIECE_CHARS = 1 << 16  # desired length of a piece of a long text; the piece ends at an allowed cut near this length
 SLICE_CHARS = 1 << 18  # characters that TokenLowerBound processes at a time
 _BLANKS = re.compile(r"[^\S\r\n]+")  # also matches four control characters
 _DENOMINATOR = 1 << 40  # TokenLowerBound counts in units of 1 / _DENOMINATOR tokens
@@ -38,10 +39,10 @@ Encode = Callable[[Sequence[str], bool], list[list[int]]]  # (texts, add_special
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """The ids of a text, or a lower bound of their number if they exceed the limit of the request."""
+    """The ids of a text. If the text exceeds the token limit: its first ids or no ids, and a lower bound of its token count."""
 
     ids: Sequence[int]
-    at_least: int = 0  # lower bound of the token count if the text exceeds the limit; 0: the ids are complete
+    at_least: int = 0  # lower bound of the text's token count if the text exceeds the limit; 0: `ids` is complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class EncodeJob:
         return sum(map(len, self.texts))
 
     def limited(self, ids: Sequence[int]) -> EncodedText:
-        """Applies max_tokens to the ids of a text. `ids` may be incomplete if it has more ids than max_tokens."""
+        """Applies max_tokens to the ids of a text. `ids` may lack the text's last ids if it has more than max_tokens ids."""
         if not self.max_tokens or len(ids) <= self.max_tokens:
             return EncodedText(ids)
         return EncodedText(ids[: self.max_tokens] if self.truncates else (), len(ids))
@@ -69,7 +70,7 @@ Waiting = tuple[EncodeJob, asyncio.Future[list[list[int]]]]  # a job in the queu
 
 
 class EncodeQueue:
-    """The queue of short requests, and the lanes that encode them in the executor's threads. Used on one event loop."""
+    """The queue of short requests, and the lanes (tasks) that encode them in the executor's threads. Used on one event loop."""
 
     def __init__(
         self,
@@ -122,7 +123,10 @@ class EncodeQueue:
             _hand_out(batch, ids)
 
     def _take(self) -> list[Waiting]:
-        """Removes and returns the first waiting jobs, as many as fit into one call, at least one. Drops cancelled jobs."""
+        """Removes and returns the first waiting jobs that fit into one call, or [] if none waits. Drops cancelled jobs.
+
+        A job that is too large for a call is returned alone.
+        """
         batch: list[Waiting] = []
         texts = chars = 0
         while self._waiting:
@@ -138,7 +142,7 @@ class EncodeQueue:
         return batch
 
     async def _fail(self, batch: list[Waiting], error: Exception) -> None:
-        """Fails a single job. The jobs of a larger batch are encoded again one by one, so that only the faulty job fails."""
+        """Fails the only job of a batch. Encodes each of several jobs again in a separate call, so that only faulty jobs fail."""
         if len(batch) == 1:
             _, done = batch[0]
             if not done.done():

@@ -90,7 +90,7 @@ class HeapTrimmer:
     async def trim(self) -> None:
         """Trims the heap now.
 
-        At the start of a large request, this returns the buffer in which gRPC received the message. It is already free.
+        At the start of a large request, this returns the buffer of the received message, which gRPC has already freed.
         """
         await asyncio.get_running_loop().run_in_executor(self._executor, trim_heap)
 

@@ -1,9 +1,9 @@
-r"""Finds the pairs of characters between which no match of a pre-tokenizer's regular expression continues.
+r"""Finds the pairs of neighbouring characters that no match of a pre-tokenizer's regular expression spans.
 
 The reader collects the positions of the pattern (its character classes) and `follows`, the pairs of positions that can match
-neighbouring characters (Glushkov's construction, 1961). A look-ahead only forbids matches, so `follows` without look-aheads is a
-superset of the true pairs. The reader refuses constructs that make a match depend on text before its start (anchors, look-behind,
-back references).
+neighbouring characters (Glushkov's construction, 1961). `follows` ignores look-aheads. Because a look-ahead only forbids matches,
+`follows` is a superset of the true pairs. The reader refuses constructs that make a match depend on text before its start
+(anchors, look-behind, back references).
 
 The worker's regex_syntax (services/worker/grammar/schema) cannot be used here. It reads the regular part of ECMA 262 into a tree
 for grammars, and must refuse `\p{…}`, `(?i:…)`, atomic groups and possessive quantifiers, which Oniguruma's dialect of
@@ -69,7 +69,7 @@ class Pattern:
     branches: tuple[Branch, ...] = ()
     # Pairs of positions that can match neighbouring characters.
     follows: list[tuple[Position, Position]] = field(default_factory=list)
-    # Per look-ahead: positions of the last matched character before the look-ahead (None: any), and the tested class.
+    # Per alternative of a look-ahead: positions of the last matched character before the look-ahead (None: any), and its class.
     ahead: list[tuple[tuple[Position, ...] | None, Contains]] = field(default_factory=list)
 
     def parts(self, before: str, after: str) -> bool:

@@ -14,7 +14,7 @@ The process ends at the end of its input, or when it is out of memory. If a requ
 An alarm ends the process if the parent does not.
 
 Messages are checked and prepared as in transformers' apply_chat_template: fields with null are omitted, reasoning is present
-under every name that templates read, and continue_final_message is implemented with a tag in the final message.
+under the names `reasoning_content` and `thinking`, and continue_final_message is implemented with a tag in the final message.
 `history.template_forms` chooses the form in which a template gets a message.
 
 Templates have the semantics of transformers' render_jinja_template: trimmed blocks, loop controls, tojson without HTML escapes,
@@ -91,7 +91,11 @@ def parse_json(name: str, data: bytes, kind: type) -> Any:
 
 
 def prepare_messages(messages: list[Any]) -> list[Message]:
-    """Returns checked copies of the messages, without fields that are null, `[]` or `{}`. Raises InvalidField."""
+    """Returns checked copies of the messages, without fields that are null, `[]` or `{}`. Raises InvalidField.
+
+    A refusal becomes the content if there is none, and a deprecated function_call becomes a tool call. Reasoning under any name
+    in _REASONING_FIELDS is copied to `reasoning_content` and `thinking`.
+    """
     if not messages:
         raise InvalidField("messages: must have at least one message")
     return [_prepare_one(message, f"messages[{at}]") for at, message in enumerate(messages)]
@@ -333,7 +337,7 @@ class Renderer:
         return TemplateForms(rendered, template.has_developer)
 
     def _render_in_forms(self, name: str, messages: list[Message], variables: Mapping[str, Any]) -> str:
-        """Renders the chat in the forms of its template. Raises InvalidField with the message at which the template fails."""
+        """Renders the chat in the forms of its template. Raises InvalidField with the index of the message at which it fails."""
         template, forms, tools = self._templates[name], self._forms[name], bool(variables["tools"])
         turns, is_tried = forms.ordered(messages, tools)
         chat = forms.spelled(turns, tools)

@@ -39,8 +39,8 @@ class RenderSetup:
 
     templates: dict[str, str]  # name → Jinja source
     special_tokens: dict[str, str]  # template variables, such as bos_token
-    max_chars: int  # limit of a rendered chat
-    max_messages: int  # limit of a chat
+    max_chars: int  # largest length of a rendered chat
+    max_messages: int  # largest number of messages in a chat
     memory_bytes: int  # address space limit of a process
     seconds: float  # time limit of one rendering
 
@@ -139,7 +139,7 @@ class RenderPool:
         self._running: set[asyncio.Task[str]] = set()
         self._fault = "" if setup.templates else NO_TEMPLATE  # reason for refusing chat requests; empty: they are served
         self._compiles = False  # whether a process has ever compiled the templates
-        self._retry_at = 0.0  # time of the next start after a failed start, on the event loop's clock; 0: no start is pending
+        self._retry_at = 0.0  # event loop time from which a failed start is tried again; 0: the fault is permanent
 
     async def start(self) -> None:
         """Starts one process, so that the first request does not wait. A broken template makes only chat requests fail."""

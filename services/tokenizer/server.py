@@ -1,8 +1,8 @@
 """The Tokenizer service: checks requests, and passes chats to rendering processes and texts to encoding threads.
 
-The service has no state between calls. Long requests have a separate byte budget and a separate lane, so that a huge prompt does
-not delay short requests. While a request waits for its share of the budget, only its message is in memory; its texts are unpacked
-afterwards.
+The service has no state between calls. Long requests have a separate byte budget and a separate encoding thread, so that a huge
+prompt does not delay short requests. While a request waits for its share of the budget, only its message is in memory; its texts
+are unpacked afterwards.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Chat = Callable[[pb.EncodeChatRequest], Awaitable[pb.EncodeResponse]]  # raises 
 
 MAX_BYTES_PER_CHAR = 6  # JSON writes a character in at most 6 bytes, \uXXXX
 RENDERED_END_CHARS = 64  # length of EncodeResponse.rendered_end; no delimiter of an output format is longer
-# Responses with at most so many ids are hashed and packed on the event loop, in about 0.2 ms. A thread handles larger ones.
+# Largest response, in ids, that is hashed and packed on the event loop, in about 0.2 ms. A thread handles larger responses.
 INLINE_TOKENS = 2048
-MESSAGE_BYTES = 1 << 20  # approximate size at which a message of responses is sent
+MESSAGE_BYTES = 1 << 20  # approximate size in bytes at which a message of responses is sent
 # Status codes with which a request's span counts as failed.
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 

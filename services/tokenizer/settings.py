@@ -63,8 +63,8 @@ class TokenizerSettings(ServiceSettings):
     max_encoding_bytes: int = Field(
         limits.MAX_ENCODING_BYTES,
         ge=1,
-        description="Largest number of bytes of requests in progress. Requests above max_batch_chars have a separate budget of"
-        " this size.",
+        description="Largest number of bytes of requests in progress. Requests of more than max_batch_chars bytes have a separate"
+        " budget of this size.",
     )
     encoding_wait_s: float = Field(
         limits.MAX_ENCODING_WAIT_S,

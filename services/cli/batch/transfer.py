@@ -19,7 +19,7 @@ SHOW_EVERY_S = 0.2  # seconds between two updates of the progress bar
 
 
 def endpoint_of(path: Path) -> str:
-    """Returns the `url` in the first line of a batch file. Raises CommandFailed if this line has no `url`."""
+    """Returns the `url` in the first line of a batch file. Raises CommandFailed if there is no such file, line or `url`."""
     try:
         with path.open("rb") as file:
             line: Any = json.loads(file.readline() or b"null")
@@ -68,7 +68,7 @@ def _part(boundary: str, disposition: str, headers: str = "") -> bytes:
 
 
 def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
-    """Yields the form of content_of() in pieces. Sends the first `size` bytes of the file, even if the file has become longer.
+    """Yields the form of content_of() in pieces. If the file has become longer than `size`, only its first `size` bytes are sent.
 
     Raises:
         CommandFailed: The file has become shorter than `size`.

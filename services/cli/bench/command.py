@@ -34,7 +34,7 @@ from rootstock_llm.services.cli.shared.server import hint_of, unreachable
 from rootstock_llm.services.cli.shared.terminal import Terminal
 from rootstock_llm.services.shared.observe.progress import Progress
 
-SHOW_EVERY_S = 0.5
+SHOW_EVERY_S = 0.5  # seconds between two updates of the progress bar
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,9 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
     spec = Spec("random")
     group.add_argument("--workload", choices=list(WORKLOADS), default="random", help="kind of the generated requests")
     group.add_argument("--seed", type=int, default=0, help="seed of the requests and of the Poisson arrivals")
-    group.add_argument("--num-requests", type=int, help="default: 100 for random, the whole workload for the others")
+    group.add_argument(
+        "--num-requests", type=int, help="number of requests; default: 100 for random, the whole workload for the others"
+    )
     group.add_argument(
         "--input-len", type=int, default=spec.input_len, help="length of a prompt or turn in words; in tokens with --token-ids"
     )
@@ -49,12 +51,17 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
         default=spec.id_max,
         help="end of the random token ids (exclusive); choose it below the special tokens",
     )
-    group.add_argument("--groups", type=int, default=spec.groups, help="generated-shared-prefix: groups with a common prefix")
+    group.add_argument(
+        "--groups",
+        type=int,
+        default=spec.groups,
+        help="generated-shared-prefix: number of groups; the prompts of a group share a prefix",
+    )
     group.add_argument(
         "--prompts-per-group", type=int, default=spec.prompts_per_group, help="generated-shared-prefix: prompts of a group"
     )
     group.add_argument(
-        "--system-len", type=int, default=spec.system_len, help="generated-shared-prefix: length of the common prefix"
+        "--system-len", type=int, default=spec.system_len, help="generated-shared-prefix: length of a group's prefix"
     )
     group.add_argument(
         "--question-len",

@@ -65,7 +65,7 @@ class Summary:
     output_throughput: float
     total_throughput: float
     mean_concurrency: float  # sum of the successful requests' E2E, divided by duration_s
-    max_send_lag_ms: float  # longest time from a session's arrival to the sending of its request, in an open loop
+    max_send_lag_ms: float  # longest time from a session's arrival to the sending of its first request, in an open loop
     ttft_ms: Distribution
     tpot_ms: Distribution
     itl_ms: Distribution

@@ -20,12 +20,12 @@ class Spec:
     token_ids: bool = False  # whether prompts are token ids instead of words
     id_min: int = 256  # smallest random token id
     id_max: int = 30_000  # end of the random token ids, exclusive
-    groups: int = 8  # generated-shared-prefix: groups with a common prefix
-    prompts_per_group: int = 8
-    system_len: int = 1024  # length of the common prefix
-    question_len: int = 128  # length of the question after the prefix
+    groups: int = 8  # generated-shared-prefix: number of groups; the prompts of a group share a prefix
+    prompts_per_group: int = 8  # generated-shared-prefix: prompts of a group
+    system_len: int = 1024  # generated-shared-prefix: length of a group's prefix
+    question_len: int = 128  # generated-shared-prefix: length of the question after the prefix
     conversations: int = 16  # multi-turn: number of conversations
-    turns: int = 4  # turns of each conversation
+    turns: int = 4  # multi-turn: turns of each conversation
 
 
 def check(spec: Spec) -> None:

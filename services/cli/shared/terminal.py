@@ -20,7 +20,7 @@ def harmless(text: str) -> str:
 
 
 class Terminal:
-    """An output stream. If it is not a terminal, write(), painted() and line() write text unchanged and without colours."""
+    """An output stream. If it is not a terminal, write(), painted() and line() leave text unchanged and add no colours."""
 
     def __init__(self, stream: TextIO, environment: Mapping[str, str]) -> None:
         self._stream = stream

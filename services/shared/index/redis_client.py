@@ -26,7 +26,7 @@ RESERVED = {"decode_responses", "encoding", "protocol", "socket_timeout", "socke
 class TimedRedis(Redis):
     """A client whose commands and pipelines raise TimeoutError (an OSError) after `limit_s`.
 
-    If the server is no longer the primary, the connections are closed, and the next call connects again.
+    If the server is no longer the primary, the pool's unused connections are closed, and later calls connect again.
 
     The library's socket_timeout is not used, because it relies on asyncio.wait_for. Before Python 3.12, wait_for swallows a
     cancellation that arrives when a send completes, so a task in a call could not be cancelled.
@@ -82,7 +82,7 @@ class ReloadingSyncConnection(SyncSSLConnection):
 
 
 def _context(connection: Any) -> ssl.SSLContext:
-    """Returns a TLS context with the certificate files and the checks of a Redis connection. Reads the files."""
+    """Reads the certificate files of a Redis connection. Returns a TLS context with these files and the connection's checks."""
     context = ssl.create_default_context(cafile=connection.ca_certs)
     context.check_hostname = connection.check_hostname
     context.verify_mode = connection.cert_reqs

@@ -26,7 +26,7 @@ from rootstock_llm.services.shared.observe.log_fields import fields
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0  # longest time for sending the last spans when a process ends
-MAX_QUEUED_SPANS = 16384  # unsent spans; beyond it, the oldest are dropped
+MAX_QUEUED_SPANS = 16384  # largest number of unsent spans; if there are more, the oldest are dropped
 MAX_BATCH_SPANS = 512
 BATCH_MS = 500.0  # time after which an incomplete batch is sent
 EXPORT_S = 5.0  # time for sending a batch, with retries; then the batch is dropped

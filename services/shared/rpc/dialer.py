@@ -98,7 +98,7 @@ class LongLivedChannel:
     async def close(self, grace_s: float | None = None) -> None:
         """Closes the current channel when its calls have ended, at the latest after `grace_s` seconds.
 
-        None ends its calls immediately. Calls over replaced channels are no longer awaited.
+        None ends the calls of the current channel immediately. Calls over replaced channels are no longer awaited.
         """
         for closing in self._closing:
             closing.cancel()

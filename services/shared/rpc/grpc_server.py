@@ -176,7 +176,8 @@ def checked(
 def _with_check(check: Callable[[grpc.aio.ServicerContext], Awaitable[None]], behavior: Behavior) -> Behavior:
     """Returns a function that awaits `check` and then runs `behavior`.
 
-    It is a coroutine or an asynchronous generator like `behavior`, because gRPC distinguishes the two.
+    The function is a coroutine function or an asynchronous generator function, as `behavior` is, because gRPC distinguishes the
+    two.
     """
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:

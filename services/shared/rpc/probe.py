@@ -27,7 +27,7 @@ class NotServing(Exception):
 
 
 def check_grpc(target: str, service: str, timeout_s: float) -> None:
-    """Asks the gRPC health service at host:port. Raises NotServing."""
+    """Asks the gRPC health service at host:port. Raises NotServing unless the service is SERVING."""
     request = health_pb2.HealthCheckRequest(service=service)
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
@@ -40,7 +40,7 @@ def check_grpc(target: str, service: str, timeout_s: float) -> None:
 
 
 def check_http(url: str, timeout_s: float) -> None:
-    """Sends a GET request without proxies and redirects. Raises NotServing."""
+    """Sends a GET request without proxies and redirects. Raises NotServing unless the status is 200 to 399."""
     parts = urlsplit(url)
     connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:

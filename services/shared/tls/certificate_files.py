@@ -96,7 +96,7 @@ class CertificateFiles:
         logger.info("reloaded the TLS files", extra=fields(files=str(self)))
 
     def _read(self, version: int) -> tuple[Signature, Certificates]:
-        """Reads all files, and again if one has changed meanwhile. Raises OSError, ssl.SSLError or ValueError."""
+        """Reads all files, again if one changed meanwhile, at most TRIES times. Raises OSError, ssl.SSLError or ValueError."""
         for _ in range(TRIES):
             before = self._signature()
             certificate, key, authorities = (path.read_bytes() for path in self._paths)

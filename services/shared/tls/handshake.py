@@ -24,7 +24,7 @@ class CertificateNames:
 
 
 def handshake_in_memory(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> CertificateNames:
-    """Performs a handshake between two contexts in memory. Returns the names in the client's certificate.
+    """Performs a handshake between two contexts in memory. Returns the names and the expiry of the client's certificate.
 
     Raises:
         ssl.SSLError: one context refuses the other's certificate, its name, or its permitted uses.
@@ -44,7 +44,7 @@ def handshake_in_memory(server: ssl.SSLContext, client: ssl.SSLContext, name: st
 
 
 def names_of(secured: ssl.SSLObject | ssl.SSLSocket) -> CertificateNames:
-    """Returns the names in the certificate of the other side. Raises ssl.SSLError if the other side has sent none."""
+    """Returns the names and the expiry of the other side's certificate. Raises ssl.SSLError if that side has sent none."""
     found = secured.getpeercert()
     if not found:
         raise ssl.SSLError("the other side has sent no certificate")
@@ -60,7 +60,8 @@ async def handshake_fault(target: str, client: ssl.SSLContext, role: Role) -> st
         role: role that the server's certificate must name.
 
     Returns:
-        A clause that names the side that refuses the other's certificate; "" if the handshake succeeds or the connection fails.
+        A clause with the fault, such as the side that refuses the certificate; "" if the handshake succeeds, or if there is no
+        connection.
     """
     host, _, port = target.rpartition(":")
     try:

@@ -1,10 +1,11 @@
 """Finds the forms of messages and the order of roles that a chat template renders completely.
 
-The search renders small test chats. This file imports only the standard library.
+The form of a message is how its content, its call arguments and its call ids are written, for example content as a string or as a
+list of parts. The search renders small test chats. This file imports only the standard library.
 
 A form or an order is right if the template renders the small chat and the result contains the text of each message. With a wrong
 form, a template may for example omit a call, or print a list of parts in Python or JSON syntax. Each kind of message
-and each order of kinds is tried once per process; the result is cached. A full cache (MAX_ORDERS) is emptied.
+and each order of kinds is tried once, and the result is cached. A cache with MAX_ORDERS results is emptied before the next one.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def arguments_of(call: Any) -> dict[str, Any] | str | None:
     """Returns the arguments of a call.
 
     Returns:
-        An object, if the arguments are an object or the JSON of one; otherwise, their text. None for a call without a function.
+        An object, if the arguments are an object or the JSON of one; {} for missing or empty arguments; otherwise, their text.
+        None for a call without a function.
     """
     function = call.get("function")
     if not isinstance(function, dict):
@@ -134,7 +136,7 @@ def with_short_ids(message: Message, index: int) -> Message:
     """Returns the message with short ids in its calls and in tool_call_id.
 
     Args:
-        index: index of the message in the chat, part of the id of a call that has no id.
+        index: index of the message in the chat. If a call has no id, its new id is made from this index.
     """
     if isinstance(message.get("tool_call_id"), str):
         message = {**message, "tool_call_id": short_id(message["tool_call_id"])}
@@ -362,10 +364,10 @@ def _shape(turn: Turn) -> Shape:
 
 
 def _shortened(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """Shortens an order of turns to at most MAX_ORDER turns.
+    """Returns a shorter order of turns, with fewer repetitions and at most MAX_ORDER turns.
 
-    An exchange begins with a user turn. Equal exchanges before the last one occur once, and at most two equal turns follow each
-    other.
+    An exchange begins with each user turn that follows a turn of another role. Of equal consecutive turns in an exchange, two are
+    kept. Of equal exchanges before the last exchange, the first is kept.
     """
     exchanges: list[list[Shape]] = [[]]
     for shape in shapes:
@@ -414,7 +416,7 @@ def _arguments_kind(arguments: dict[str, Any] | str | None) -> ArgumentsKind:
 
 
 def _probe(shape: Shape, spelling: Spelling) -> Message:
-    """Returns a message of this shape in this spelling."""
+    """Returns a test message of this shape in this spelling. Its texts contain _MARK."""
     message: Message = {"role": shape.role}
     if shape.content != "missing":
         texts = [f"{_MARK}1", f"{_MARK}2"]
@@ -441,7 +443,10 @@ def _prints_nothing_as(spelling: Spelling, text: str, without: str) -> bool:
 
 
 def _is_shown(shape: Shape, text: str) -> bool:
-    """Returns whether a rendered chat contains the text of the probe, and not as a Python list or dict."""
+    """Returns whether a rendered chat contains the texts of the message from _probe(), and not within a Python list or dict.
+
+    True for a message without text and calls.
+    """
     if shape.arguments:
         return _MARK in text and f"'what': '{_MARK}'" not in text and f"'arguments': 'broken {_MARK}'" not in text
     if shape.content == "missing":

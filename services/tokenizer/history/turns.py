@@ -132,7 +132,7 @@ def opened_by_a_user(turns: Turns) -> Turns:
 
 
 def results_answered(turns: Turns) -> Turns:
-    """Puts an empty assistant turn between a call or its results and a user turn."""
+    """Puts an empty assistant turn before each user turn that follows a call or the results of a call."""
     found: list[Turn] = []
     for turn in turns:
         if turn.role == "user" and found and (found[-1].role in _TOOLS or found[-1].calls):
