@@ -1,7 +1,7 @@
 """python -m tests.contracts.public_names records the public names of the product in public_names.json.
 
 A public name is a name that users write in their own files and programs: a path, a field, a flag, a metric. The command adds
-the code's new names to the record. Recorded names that are not in the code stay there, unless --drop is given.
+the code's new names to the record. Recorded names that the code no longer has stay in the record, unless --drop is given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each part of a choice has one writer: only the module of its class assigns its fields."""
+"""Each part of a choice has one writer: only the module that defines the part's class assigns the fields of the class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ has a valid mark, and the runner refuses blocks without one."""
+"""Every code block of README.md and docs/ has a valid mark (a comment such as `<!-- run -->`); others are refused."""
 
 from __future__ import annotations
 

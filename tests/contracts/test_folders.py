@@ -1,4 +1,4 @@
-"""Rules for imports: each package has a list of packages that none of its files may import."""
+"""Rules for imports: for some packages, NEVER lists the packages that none of their files may import."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEVER = {
     "kernels": ("services",),
     "services.shared": ("services.gateway", "services.worker", "services.tokenizer", "services.detokenizer", "services.local"),
 }
-# Imports that the operators' commands may have. They run code of another service and import it only when the command runs.
+# Imports that are permitted for commands of operators. Such a command runs code of another service and imports it only then.
 OPERATORS_COMMANDS = {
     "services.cli.commands": (
         *("services.gateway.keys.flags", "services.gateway.keys.__main__"),

@@ -16,7 +16,7 @@ from tests.spread import EVERY_RELEASE
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_run_continues_after_a_failed_group(capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_starts_all_groups_and_returns_1_when_one_group_fails(capfd: pytest.CaptureFixture[str]) -> None:
     ends = {"first": 0, "second": 3, "third": 0}
     commands = {name: [sys.executable, "-c", f"print('ran {name}'); raise SystemExit({end})"] for name, end in ends.items()}
     assert run(commands) == 1

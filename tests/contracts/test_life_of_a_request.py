@@ -32,6 +32,6 @@ def test_page_lists_no_type_twice_in_a_section() -> None:
         assert len(names) == len(set(names)), f"{PAGE.name}: {section}"
 
 
-# Returns the names of the classes in a file without a leading underscore, which the page omits.
+# Returns the names of the classes in a file. Removes a leading underscore from a name, because the page omits it.
 def _classes(file: Path) -> set[str]:
     return {node.name.lstrip("_") for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.ClassDef)}

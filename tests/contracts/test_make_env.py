@@ -1,4 +1,4 @@
-"""`make env` installs the extra `protos`, and `make dev-env` also `dev`. Without a GPU, torch comes from its CPU index."""
+"""`make env` installs the extra `protos`, and `make dev-env` also `dev`. Without a GPU, torch comes from PyTorch's CPU index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One table defines the sampling parameters. Bodies, filters, messages, core and pages have its ranges and defaults."""
+"""One table defines the sampling parameters. Request bodies, filters, protobuf messages, core and docs agree with the table."""
 
 from __future__ import annotations
 

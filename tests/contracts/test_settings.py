@@ -1,4 +1,4 @@
-"""Every setting is documented, and --help, the environment and the page agree."""
+"""Every setting has a help text, `--help` and the configuration page list every setting, and wrong flags end with status 2."""
 
 from __future__ import annotations
 

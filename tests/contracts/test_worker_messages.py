@@ -1,4 +1,4 @@
-"""A worker's messages are only for readers. The gateway forwards them unparsed and decides by fields and codes."""
+"""A worker's error messages are only for people. The gateway forwards them unparsed and decides by fields and codes."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ worker.main()
 
 
 def test_worker_sends_load_reports_before_it_is_ready() -> None:
-    """A gateway counts a worker that sends nothing as lost, and may have sent requests already."""
+    """Without load reports, a gateway would count the worker as lost, although it may have sent requests to the worker."""
     port, metrics_port = free_ports(2)
     flags = ["--model", str(DEMO), "--port", str(port), "--metrics-port", str(metrics_port), "--host", HOST, *FLAGS["worker"]]
     process = subprocess.Popen([sys.executable, "-c", ENDLESS_WARM_UP, *flags], stderr=subprocess.DEVNULL)
@@ -117,7 +117,7 @@ def is_being_read(pipe: Path) -> bool:
 
 
 @pytest.mark.parametrize("service", FLAGS)
-def test_service_prints_one_line_when_the_folder_has_no_model(service: str, tmp_path: Path) -> None:
+def test_error_names_the_folder_without_a_traceback_when_the_folder_has_no_model(service: str, tmp_path: Path) -> None:
     process = start(service, *free_ports(2), model=tmp_path)
     try:
         stderr = process.communicate(timeout=30)[1]

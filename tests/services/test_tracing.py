@@ -49,14 +49,14 @@ assert all(name in sys.modules for name in OURS)
 
 
 @pytest.mark.parametrize("endpoint", ["collector", "host:port", "ftp://host:1", "http://host:4317/v1/traces"])
-def test_invalid_endpoint_is_refused_at_start(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_collector_endpoint_is_refused_at_the_start(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         settings("--otlp-endpoint", endpoint)
     assert "otlp_endpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "http://[::1]:4317", "https://collector.observability.svc:4317"])
-def test_valid_endpoint_is_accepted(endpoint: str) -> None:
+def test_valid_collector_endpoint_is_accepted(endpoint: str) -> None:
     assert settings("--otlp-endpoint", endpoint).otlp_endpoint == endpoint
 
 

@@ -91,7 +91,7 @@ def test_detokenizer_has_a_span_for_each_sampled_request(collector: Collector, t
             await call.write(detokenizer_pb2.DecodeBatch(closes=[3]))
             for _ in range(3):
                 await call.read()
-            assert len(collector.wait_for("detokenize", 2)) == 2, "handle 4 is open, so it has no span yet"
+            assert len(collector.wait_for("detokenize", 2)) == 2, "handle 4 is open, so its span has not ended"
             call.cancel()
             await asyncio.to_thread(collector.wait_for, "detokenize", 3)
 

@@ -17,8 +17,10 @@ class FakeServer:
 
     def __init__(self, tokens_per_chunk: int = 1, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str] = []  # authorization header of each request
-        self.behaviours: list[str] = []  # behaviours of the next requests, in order; "ok" for later requests
+        self.keys: list[str] = []  # authorization header of each completion request
+        # Behaviour for each of the next completion requests: an HTTP status, "truncated", "stream error", "hangs" or "ok". Later
+        # requests get "ok".
+        self.behaviours: list[str] = []
         self.info: dict[str, Any] = {}  # body of /server_info
         self.client_closed = threading.Event()  # set when a client closes a stream early
         self.url = ""

@@ -227,7 +227,7 @@ def test_bench_reports_an_unreachable_server(server: FakeServer, tmp_path: Path)
     assert (status, results["errors"]) == (Exit.UNREACHABLE, {"connect": 2})
 
 
-def test_chat_turn_contains_earlier_answers(server: FakeServer, tmp_path: Path) -> None:
+def test_bench_prompt_of_a_chat_turn_has_all_earlier_turns_and_completions(server: FakeServer, tmp_path: Path) -> None:
     flags = ("--workload", "multi-turn", "--conversations", "1", "--turns", "3", "--endpoint", "chat")
     _, results, _ = bench(server, tmp_path / "r.jsonl", *flags)
     assert results["successful_requests"] == 3
@@ -237,7 +237,7 @@ def test_chat_turn_contains_earlier_answers(server: FakeServer, tmp_path: Path) 
     assert [b["messages"] for b in server.bodies[:2]] == [messages[:1], messages[:3]]
 
 
-def test_text_turn_begins_with_the_previous_turn(server: FakeServer, tmp_path: Path) -> None:
+def test_bench_prompt_of_a_text_turn_begins_with_the_previous_prompt_and_completion(server: FakeServer, tmp_path: Path) -> None:
     bench(server, tmp_path / "r.jsonl", "--workload", "multi-turn", "--conversations", "1", "--turns", "2")
     first, second = (b["prompt"] for b in server.bodies)
     assert second.startswith(first + " a0 a1 a2 a3\n")

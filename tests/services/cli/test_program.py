@@ -211,7 +211,7 @@ def test_cli_page_matches_the_code_and_lists_every_exit_status() -> None:
 
 
 def test_program_imports_only_the_standard_library_at_the_start() -> None:
-    """All commands except bench need only the standard library. bench imports other libraries when it runs."""
+    """A command that needs other libraries, such as bench, imports them when it runs."""
     foreign = "{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'__main__'}"
     code = f"import sys, rootstock_llm.services.cli.program; print(*{foreign})"
     result = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)

@@ -129,7 +129,7 @@ def test_table_removes_control_characters_from_worker_names() -> None:
     assert "\x1b" not in "".join(rows)
 
 
-def test_table_omits_the_model_and_role_columns_when_all_workers_have_the_same() -> None:
+def test_table_omits_the_model_and_role_columns_when_all_workers_have_the_same_model_and_role() -> None:
     rows = table_of(Worker("a", "m", "both", "ready"), Worker("-", "-", "-", "starting"))
     assert rows[1] == "2 workers, 1 ready"
     assert rows[3].split() == ["WORKER", "STATE", "RUN", "WAIT", "KV", "HITS", "TOK/S", "RETR"]

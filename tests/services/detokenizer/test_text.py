@@ -55,7 +55,7 @@ def test_incremental_text_equals_the_decoded_text_without_a_prompt(
 @pytest.mark.by_day(one_in=4, seed=2)
 @pytest.mark.parametrize("kind", KINDS)
 @given(prompt=TEXTS, data=st.data(), cuts=CUTS, skip=st.booleans())
-def test_incremental_text_keeps_leading_space_after_a_prompt(
+def test_incremental_text_equals_the_decoded_text_after_a_prompt(
     tokenizers: dict[str, HfTokenizer], kind: str, prompt: str, data: st.DataObject, cuts: list[int], skip: bool
 ) -> None:
     tokenizer, ids = tokenizers[kind], data.draw(id_lists(kind))
@@ -121,7 +121,7 @@ def byte_ids(tokenizer: HfTokenizer, data: bytes) -> list[int]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_bytes_are_buffered_only_while_a_character_may_still_follow(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_bytes_are_buffered_only_while_they_may_begin_a_character(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     steps = {
         "four-byte character": ("😀".encode(), ["", "", "", "😀"]),
@@ -207,7 +207,7 @@ def test_stop_buffer_returns_all_text_before_the_first_match(pushes: list[str], 
 
 
 @given(text=LETTERS, stops=STOPS)
-def test_stop_buffer_never_returns_the_start_of_the_match(text: str, stops: list[str]) -> None:
+def test_stop_buffer_returns_no_character_of_the_first_match(text: str, stops: list[str]) -> None:
     buffer, out = StopStringBuffer(stops, False), ""
     for char in text:
         out += buffer.push(char)
@@ -216,7 +216,7 @@ def test_stop_buffer_never_returns_the_start_of_the_match(text: str, stops: list
 
 
 @given(text=LETTERS, stops=STOPS)
-def test_stop_buffer_holds_only_a_prefix_of_a_stop_string(text: str, stops: list[str]) -> None:
+def test_stop_buffer_holds_only_the_longest_beginning_of_a_stop_string(text: str, stops: list[str]) -> None:
     buffer = StopStringBuffer(stops, False)
     buffer.push(text)
     prefixes = {stop[:n] for stop in stops for n in range(len(stop))}

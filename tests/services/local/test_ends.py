@@ -32,7 +32,7 @@ def record(level: str, message: str) -> str:
     ],
     ids=["empty", "error record", "traceback", "plain line", "redis", "no error"],
 )
-def test_cause_of_the_end_is_the_last_error_in_the_log(output: str, said: str) -> None:
+def test_cause_of_an_ended_process_is_the_last_error_in_the_log(output: str, said: str) -> None:
     assert cause(output) == said
 
 

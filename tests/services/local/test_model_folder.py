@@ -251,6 +251,6 @@ def test_error_suggests_hf_home_when_a_download_cannot_be_written(error: str, fa
     )
 
 
-def test_path_of_a_model_causes_no_request_to_the_hub(tmp_path: Path) -> None:
+def test_model_that_cannot_be_a_hub_id_causes_no_request_to_the_hub(tmp_path: Path) -> None:
     for model in ("./a", "~/a", "/a/b", "a/b/c", "a", "a/b.gguf", "a/"):
         assert ": this folder does not exist." in refusal(model)

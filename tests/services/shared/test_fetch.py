@@ -395,7 +395,7 @@ def moto() -> AbstractContextManager[str]:
 
 @contextmanager
 def third_party_server(path: str, *module: str) -> Iterator[str]:
-    """Runs a module with a port as its last argument and waits until it answers at this path. Yields its URL."""
+    """Runs a server module with a port as its last argument. Yields the server's URL when the server responds at `path`."""
     (port,) = free_ports(1)
     words, nowhere = [sys.executable, "-m", *module, str(port)], subprocess.DEVNULL
     with subprocess.Popen(words, stdout=nowhere, stderr=nowhere) as process:

@@ -16,7 +16,7 @@ def samples(histogram: Histogram) -> dict[tuple[str, str], float]:
     return {(sample.name, sample.labels.get("le", "")): sample.value for sample in family.samples}
 
 
-def test_value_at_the_upper_bound_counts_in_the_bucket() -> None:
+def test_value_equal_to_an_upper_bound_counts_in_the_bucket_of_the_bound() -> None:
     registry = CollectorRegistry()
     histogram = LabelledHistogram("latency_seconds", "x", registry, (0.1, 1.0), ("model",))
     for value, times in ((0.1, 2), (0.5, 1), (7.0, 1)):

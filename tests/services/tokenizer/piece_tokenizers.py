@@ -1,4 +1,4 @@
-"""Makes a tokenizer of each kind that PieceEncoder cuts in a different way."""
+"""Makes tokenizers for tests of PieceEncoder, one for each of its different ways to cut a text."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rootstock_llm.services.tokenizer.encoding import EncodedText, EncodeJob, En
 from tests.services.tokenizer.piece_tokenizers import LONGEST_BLANKS, MAKERS
 
 # PieceEncoder does not cut texts for these kinds of tokenizers. The pattern of the first kind may look beyond a cut.
-# byte_fallback has tokens that contain blanks, and its pre-tokenizer does not split texts.
+# byte_fallback has tokens that contain blanks, and has no pre-tokenizer that splits texts.
 UNCUT_KINDS = ("a pattern that looks behind", "byte_fallback")
 WORDS = [*"helo wrd,.!?'\n\t 你好é😀（世）。10→", " the", "  ", "   and", "e\u0301", "\r\n", "▁", "a\u030a\u0327", "\u3000", "ſ"]
 MARKS = ["<|im_end|>", "<s>", "</s>", "[MASK]", "<extra_1>", "<think>", "<r>  ", "  <l>", "→ "]

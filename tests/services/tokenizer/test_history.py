@@ -220,7 +220,7 @@ def test_message_text_becomes_a_content_part_when_the_template_shows_only_parts(
     assert rendered(SHAPES["first part alone"], [with_parts(USER)]) == "<user>user's.1 user's.2|<assistant>"
 
 
-def test_refusal_names_the_message_that_the_template_can_render_in_no_form() -> None:
+def test_refusal_names_the_message_that_the_template_cannot_render_in_any_form() -> None:
     bad = "{% if m.content == 'bad' %}{{ raise_exception('Not this.') }}{% endif %}{{ m.content }}"
     for at in range(4):
         chat = [

@@ -46,7 +46,7 @@ def test_budget_serves_requests_in_order_of_arrival() -> None:
     asyncio.run(run())
 
 
-def test_budget_admits_a_request_larger_than_the_budget_only_alone() -> None:
+def test_budget_admits_a_request_larger_than_the_budget_only_when_no_other_runs() -> None:
     async def run() -> None:
         budget, order = ByteBudget(10, 60.0), list[int]()
         small, huge, other = (Holder(budget, size, order) for size in (1, 1000, 3))

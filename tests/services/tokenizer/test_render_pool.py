@@ -129,7 +129,7 @@ def test_pool_reports_busy_when_a_replacement_process_does_not_start(monkeypatch
 
 
 def test_rendering_process_has_its_own_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux divides CPU time between sessions first. A process of a busy session would start late."""
+    """Linux divides CPU time between sessions first, so a process in a busy session could exceed the time limit of a start."""
     started: list[asyncio.subprocess.Process] = []
 
     async def start(*args: Any, **options: Any) -> asyncio.subprocess.Process:

@@ -34,7 +34,7 @@ Check = health_pb2.HealthCheckRequest
 
 
 def logged(caplog: pytest.LogCaptureFixture, by: str) -> list[str]:
-    """Returns the messages of one logger. The poller of gRPC may log errors about the loop of an earlier test."""
+    """Returns the messages of one logger, because gRPC's poller may also log errors about the event loop of an earlier test."""
     return [record.getMessage() for record in caplog.records if record.name == by]
 
 
