@@ -1,8 +1,9 @@
 """python -m tests.mutants [AREA ...] [--beside REVISION]: checks whether the tests find faults that are seeded into the code.
 
 The run uses a copy of the working tree. For each fault, it changes the code, runs the test files of the fault's area until a test
-fails, and restores the code. The exit status is 1 in two cases:
+fails, and restores the code. The exit status is 1 in three cases:
 
+- The tests of an area fail without a seeded fault; no fault is then tried. With --known-good, this is not checked.
 - The tests do not find a fault. With --beside, the tests of REVISION then run too, and the status is 1 only if these tests find
   the fault.
 - A fault cannot be tried. Either its text does not occur exactly once in the code, or the changed code does not compile.
