@@ -3,8 +3,8 @@
 The time does not include launches, except for work that a CUDA graph cannot capture, which is launched call by call.
 
 A graph has many calls, which use several copies of the inputs in turn. Together, the copies are at least twice as large as the L2
-cache, so that each call reads its inputs from memory. If this takes more than MAX_COPIES copies, there are MAX_COPIES copies. The
-inputs then stay in the cache, as the inputs of a small layer of a model do.
+cache, so that each call reads its inputs from memory. If this would take more than MAX_COPIES copies, there are MAX_COPIES
+copies. The inputs may then stay in the cache, as the inputs of a small layer of a model do.
 """
 
 from __future__ import annotations

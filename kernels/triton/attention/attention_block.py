@@ -181,7 +181,7 @@ def fold_tile(
         )
     else:
         # Three ranges of positions: some queries' windows begin in the first range; all queries attend to the second range; some
-        # queries do not attend to all of the third range, because they precede its positions.
+        # queries do not attend to all of the third range, because some of its positions are after theirs.
         opened = begin
         if HAS_WINDOW:
             opened += tl.cdiv(tl.maximum(end - window - begin, 0), BLOCK_N) * BLOCK_N

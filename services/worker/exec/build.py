@@ -308,7 +308,8 @@ class _Assembly:
     def _model_and_attention(self) -> tuple[CausalModel, AttentionBackend]:
         """Returns the model, which calls the chosen attention back end, and the back end.
 
-        It removes the model from self._loaded. Otherwise, this reference would keep the weights alive after their release.
+        The model is removed from self._loaded, because this reference would otherwise keep the weights alive after
+        their release.
         """
         model, self._loaded = self._loaded.model, replace(self._loaded, model=NoModel())
         if not isinstance(model, Decoder):
@@ -477,7 +478,7 @@ class _Assembly:
         return not self._loaded.is_encoder and bool(self.pools.token_bytes)
 
     def _copier(self) -> PageCopier:
-        """Returns a copier of the present pools. It becomes invalid when memory is released: resuming replaces the pools."""
+        """Returns a copier of the present pools. A release of memory makes the copier invalid: resuming replaces the pools."""
         return PageCopier((self.runner.passes.pool, self._drafting.pool), self._copies, self._bring_pieces)
 
     @cached_property

@@ -1,6 +1,7 @@
 """The executor, which runs steps on the streams of a GPU or a CPU and waits only for their results.
 
-Between two steps, it also runs the operations that operators request: torch profiles, and the release of memory.
+Between two steps, it also runs the operations that operators request: torch profiles, the release of memory and its allocation
+after a release, and the deletion of stored pages.
 """
 
 from __future__ import annotations

@@ -477,7 +477,7 @@ class FakeExecutor:
         return self.parts(operation.group, operation.pages, operation.num_parts)
 
     def parts(self, group: int, units: I32, num_parts: int) -> list[I32]:
-        """Returns the parts of units. To detect mixed parts, each part has the group, its number and the unit's whole content."""
+        """Returns the parts of units. To detect mixed parts, each has the group, the part number and the unit's whole content."""
         contents = self._units_of(group)[units]
         return [np.array([group, part, *content], dtype=np.int32) for content in contents for part in range(num_parts)]
 

@@ -116,7 +116,8 @@ class ModelPools:
     def allocate(self, sizes: PoolSizes, draft_layers: tuple[LayerKV, ...] | None = None) -> KVPool:
         """Allocates a pool.
 
-        On a GPU, it is filled with zeros: attention multiplies masked values by 0, and 0 times a NaN in new memory would be NaN.
+        On a GPU, keys and values are filled with zeros: attention multiplies masked values by 0, and 0 times a NaN in new memory
+        would be NaN.
 
         Args:
             sizes: numbers of pages and units.

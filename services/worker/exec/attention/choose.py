@@ -31,7 +31,7 @@ def choose_attention(
 
     Args:
         name: one of NAMES. `auto` is flashinfer on a CUDA device if it is installed and supports the shape, otherwise triton.
-            On a CPU, it is the kernels of the model's layers.
+            On a CPU, `auto` is the kernels of the model's layers.
         log: receives a line with the choice and its reason, and lines about the loading of kernels.
         deterministic: whether the back end must be deterministic. This allows only triton on a CUDA device, and only the kernels
             of the model's layers on a CPU.

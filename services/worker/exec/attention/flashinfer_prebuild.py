@@ -1,7 +1,7 @@
 """python -m rootstock_llm.services.worker.exec.attention.flashinfer_prebuild: compiles FlashInfer's modules without a GPU.
 
-Image builds use it. At run time, the library then loads the compiled modules from its own folder, without a compiler and on a
-read-only disk. There is no list of modules to maintain: FlashInferAttention runs with a replacement of the library
+Image builds run this command. At run time, the library then loads the compiled modules from its own folder, without a compiler
+and on a read-only disk. There is no list of modules to maintain: FlashInferAttention runs with a replacement of the library
 (RecordingLibrary) that records the modules that each plan would load. Compiling needs nvcc (CUDA_HOME or PATH), a C++ compiler
 and ninja; MAX_JOBS limits the number of compilers. See docs/design/flashinfer.md.
 """

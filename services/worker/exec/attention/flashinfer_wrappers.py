@@ -123,13 +123,13 @@ class WrapperPlanner:
         )
 
     def decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
-        """Plans a decode wrapper after its first_decode(). Its kernels read `pages` in place."""
+        """Plans a decode wrapper after its first_decode(). The wrapper's kernels read `pages` in place."""
         self._fast(wrapper, columns, pages, pages.last_page_len, window)
 
     def graph_decode(self, wrapper: Any, columns: StagedColumns, pages: StepPages, window: int) -> None:
-        """Plans a graph's wrapper after its first_decode(). Its kernels read the buffers that graph_wrapper() set.
+        """Plans a graph's wrapper after its first_decode(). The wrapper's kernels read the buffers that graph_wrapper() set.
 
-        last_page_len is the column on the host, because the library's planner for tensor cores reads it there.
+        The library gets the column last_page_len on the host, because the library's planner for tensor cores reads it there.
         """
         self._fast(wrapper, columns, pages, columns.last_page_len, window)
 

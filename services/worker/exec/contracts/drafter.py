@@ -1,6 +1,6 @@
 """Declares the drafter, which proposes draft tokens for a slot, and the draft model that a drafter may use.
 
-Draft tokens change the speed of decoding and never its output. The target is the model whose output the client receives. An entry
+Draft tokens change the speed of decoding and never the output. The target is the model whose output the client receives. An entry
 is the draft model's KV for one position of a slot. Entries are in a separate pool, whose page ids are those of the target's pool.
 One thread at a time calls the draft model, which stores nothing about a request outside that pool. Letters in shapes: T tokens of
 a pass, W tokens after which draft tokens are requested, H hidden size.

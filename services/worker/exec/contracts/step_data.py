@@ -50,8 +50,8 @@ class ForwardBatch:
 
         Args:
             samples: bool[rows], the rows that sample a token.
-            capacity: number of positions that the page table maps for a slot. A row whose request has ended may start beyond it;
-                such a row is moved to lower positions.
+            capacity: number of positions that the page table maps for a slot. A row whose request has ended may start beyond
+                them; such a row is moved to lower positions.
             replays: tokens that recurrent layers replay or save; None if there are none.
         """
         counts = plan.num_tokens

@@ -24,7 +24,8 @@ class NgramIndex:
         """Builds the index.
 
         Args:
-            tokens: int32[n], texts that are separated by BETWEEN_TEXTS. The index reads the array later, so it must not change.
+            tokens: int32[n], texts that are separated by BETWEEN_TEXTS. The index reads the array later, so the array must not
+            change.
         """
         self._tokens = tokens
         padded = np.concatenate([np.full(LONGEST, BETWEEN_TEXTS, dtype=np.int32), tokens])

@@ -38,7 +38,7 @@ class DecoderConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope: dict[str, Any]  # rope_parameters of the config: rope_type, rope_theta and the parameters of this type
-    windows: tuple[int, ...]  # per layer: number of last tokens, itself included, to which a token attends; 0 for all
+    windows: tuple[int, ...]  # per layer: number of last tokens, the token included, to which a token attends; 0 for all
     qkv_bias: bool = False  # whether the projections to queries, keys and values have biases
     o_bias: bool = False  # whether the output projection of attention has a bias
     mlp_bias: bool = False  # whether the projections of the MLP have biases

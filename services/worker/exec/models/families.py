@@ -205,7 +205,7 @@ class Gemma2(DecoderModel):
 
 
 class Gemma3(DecoderModel):
-    """Gemma 3 (arXiv 2503.19786): windows in five of six layers, which have their own rotary base.
+    """Gemma 3 (arXiv 2503.19786): five of six layers have a window, and a rotary base that only these layers use.
 
     Attention and MLP have norms before and after them. Each norm's weight is stored minus 1, and the embedding is multiplied by
     the root of its size.

@@ -275,7 +275,7 @@ class MaskDescription:
     def is_causal_window(self, context_len: int) -> bool:
         """Whether the mask is causal: without a window, or with a sliding window of `window` tokens.
 
-        It checks a few positions: at the start, around the end of the window, in the middle, and the last position.
+        Only a few positions are checked: at the start, around the end of the window, in the middle, and the last position.
         """
         assert context_len > 0 and self.window >= 0, "the context is positive and the window is not negative"
         keys = torch.arange(context_len)

@@ -1,4 +1,4 @@
-"""Makes the embedding of a request from hidden states: pools them over chunks, cuts and normalises the vector.
+"""Makes the embedding of a request from hidden states: pools them over chunks, cuts and normalizes the vector.
 
 The thread that launches steps makes all calls.
 """
@@ -74,7 +74,7 @@ class _Pooled:
         self.count += len(states)
 
     def vector(self, normalize: bool) -> Tensor:
-        """Returns float32[dimensions]: the mean of the added states, cut and normalised as requested."""
+        """Returns float32[dimensions]: the mean of the added states, cut and normalized as requested."""
         if self.total is None:
             raise RuntimeError("an embedding is requested before the states of any pooled token were added")
         assert 0 < self.count <= self.end, "the sum has at most as many tokens as positions before its end"

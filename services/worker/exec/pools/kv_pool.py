@@ -36,7 +36,7 @@ class LayerKV:
     kv_heads: int  # key/value heads
     key_dim: int  # elements of a key, per head
     value_dim: int  # elements of a value, per head
-    window: int = 0  # number of last tokens, itself included, to which a token attends; 0 for all
+    window: int = 0  # number of last tokens, the token included, to which a token attends; 0 for all
 
     @property
     def size(self) -> int:

@@ -79,8 +79,9 @@ class TcpKvServer:
             page_size: tokens of a page.
             page_bytes: bytes of a page.
             read_pages: copies pages out of the pool.
-            on_left: called on any thread when a reader releases a reservation, or when the connection of its last read ends. It
-                is called at most once per version of a reservation. The reservation stays open until the worker closes it.
+            on_left: called on any thread when a reader releases a reservation, or when the connection of the reservation's
+                last read ends. It is called at most once per version of a reservation. The reservation stays open until the
+                worker closes it.
             limits: limits, None for the defaults.
             tls: certificates, None for no TLS.
             folder: folder for the Unix socket of readers on this machine, which then read through shared memory. None:

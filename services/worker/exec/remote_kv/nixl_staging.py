@@ -1,7 +1,7 @@
 """Sends and receives pages through a staging area: memory of the server that the reader reads with NIXL, piece by piece.
 
-An area belongs to one connection and has SLOTS slots. Only this reader gets its address. The reader can read the area at any
-time, so a slot has pages only while they are being sent:
+An area belongs to one connection and has SLOTS slots. Only the reader of this connection gets its address. The reader can read
+the area at any time, so a slot has pages only while they are being sent:
 
 1. The server copies a piece to private memory, and checks that the reservation is still open.
 2. The server copies the piece to a slot, and sends the mark FILLED over the connection (shared_ring.py).

@@ -236,7 +236,7 @@ class RedisPageStore:
         return refusal
 
     def _evict_over_quota(self, tag: bytes, count: int, dropped: list[bytes]) -> None:
-        """Evicts the oldest pages of a tag until `count` more pages fit its quota. Raises the errors of _FAILED."""
+        """Evicts the oldest pages of a tag until `count` more pages fit the tag's quota. Raises the errors of _FAILED."""
         over = self._known.num_with_tag(tag) + count - self._salt_pages
         if over <= 0:
             return
@@ -414,8 +414,8 @@ class RedisPageStore:
     def _newest_entry(self) -> str | None:
         """Returns the id of the newest entry of the news. The next read begins after it.
 
-        It adds an entry, so that the news have one. If a full server refuses the entry, it returns the id of the newest existing
-        entry, or None without entries.
+        An entry is added first, so that the news have one. If a full server refuses it, this returns the id of the newest
+        existing entry, or None without entries.
         """
         try:
             return _text(self._redis.xadd(self._news_key, {"h": ""}, maxlen=MOST_NEWS, approximate=True))

@@ -34,10 +34,10 @@ from rootstock_llm.services.worker.exec.tiers.write_pause import WritePause
 
 logger = logging.getLogger(__name__)
 Location = tuple[SegmentFile, int]  # segment and slot of a page
-# The cap holds at least this number of segments. The quota of a cache salt holds this number, too, unless it is smaller than this
-# number of segments with one page each. The deletion of one segment then loses at most about a quarter of the pages.
+# The cap holds at least this number of segments. The quota of a cache salt holds this number, too, unless the quota is smaller
+# than this number of segments with one page each. The deletion of one segment then loses at most about a quarter of the pages.
 LEAST_SEGMENTS = 4
-SALTED_BYTES = 32 << 20  # largest size of a segment with a salt; smaller than others, because there may be one open per salt
+SALTED_BYTES = 32 << 20  # largest size of a segment with a salt; small, because each salt may have an open segment
 MOST_OPEN = 64  # largest number of open segments; they have no index, so opening the store reads them as a whole
 MOST_PAGE_BYTES = 1 << 30  # largest page, because Linux writes at most 2 GiB per call
 

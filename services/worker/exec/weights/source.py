@@ -28,7 +28,7 @@ from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint, Ch
 from rootstock_llm.services.worker.exec.weights.quantization import AUTO, UNQUANTIZED, Part, Quantization, StoredTensor
 
 HOST = torch.device("cpu")
-STD = 0.02  # standard deviation of random weights; most published models are initialised with it
+STD = 0.02  # standard deviation of random weights; most published models are initialized with it
 
 
 class WeightSource(Protocol):
@@ -316,7 +316,7 @@ def listed_tensors(
 class Filled:
     """Returns each tensor of an Allocated source once, and drops its reference to the tensor.
 
-    If kernels pack a copy of each tensor, the originals are therefore freed one by one, instead of after the last copy.
+    If kernels pack a copy of each tensor, each original is therefore freed after its copy, and not only after the last copy.
     """
 
     def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, quantization: Quantization = UNQUANTIZED) -> None:

@@ -56,5 +56,5 @@ class Gptq:
         zeros = (unpacked(stored_zeros, self._bits).t() + self._less) & ((1 << self._bits) - 1)
         scheme = scheme_for(name, self._bits, self._group, True, shape)
         weight = CodedWeight(codes, finite(name, scales.t()), zeros, scheme, order)
-        # If the config does not say `sym`, all matrices keep their zero points, so that they have one scheme.
+        # If the config does not set `sym`, all matrices keep their zero points, so that they have one scheme.
         return weight.without_zeros() if self._symmetric and bool((zeros == scheme.zero).all()) else weight
