@@ -246,7 +246,7 @@ def test_no_policies_are_rendered_when_disabled() -> None:
 
 
 def test_policies_allow_connections_to_every_configured_service() -> None:
-    """The variables of gateways and workers name Services. The policies must allow connections to each of them."""
+    """The gateways' variables name Services. The policies must allow gateways to connect to each of them."""
 
     def law(_: str, release: Release) -> Iterator[str]:
         found = graph(release)

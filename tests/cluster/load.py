@@ -79,7 +79,7 @@ class Load:
     questions: Sequence[str] = QUESTIONS
     ended: int = 0  # completed requests
     redirected: int = 0  # connections that a terminated gateway refused; the client then uses the next gateway
-    longest_pause_s: float = 0.0  # longest time between two lines of a stream; a test may reset it to 0
+    longest_pause_s: float = 0.0  # longest wait for a line, from sending or the previous line; a test may reset it to 0
     failures: Counter[str] = field(default_factory=Counter)  # failed requests by error
     firsts: dict[str, str] = field(default_factory=dict)  # details of the first failure by error
     texts: dict[str, set[str]] = field(default_factory=dict)  # distinct completions by question

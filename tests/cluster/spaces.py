@@ -13,7 +13,7 @@ ENDS = ("reason", "exitCode", "finishedAt", "message")  # described fields of a 
 
 
 def described(cluster: Cluster, pods: Sequence[Object]) -> str:
-    """Describes pods: a line per pod, and the last log lines of pods that are not ready or were restarted."""
+    """Describes pods: a line per pod, and the last log lines of a pod that is not ready, was restarted or is the only one."""
     lines = []
     for pod in pods:
         name, space = pod["metadata"]["name"], pod["metadata"]["namespace"]

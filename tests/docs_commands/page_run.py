@@ -233,7 +233,11 @@ def make_checkout(folder: Path) -> None:
 
 
 def read_only(block: Block) -> str:
-    """Checks the syntax of a block that cannot run here. Returns the fault, or "" if there is none."""
+    """Checks a block that cannot run here: the syntax of YAML, or the syntax and the subcommands of shell commands.
+
+    Returns:
+        The fault, or "" if there is none.
+    """
     if block.language == "yaml":
         return _read_yaml(block.text)
     if block.language in ("js", "promql"):

@@ -222,7 +222,7 @@ class Fleet:
             return False
 
     def is_listening(self, gateway: str) -> bool:
-        """Whether the gateway's HTTP port responds, whatever the status."""
+        """Whether the gateway's HTTP port responds, even with an error status."""
         try:
             with urllib.request.urlopen(f"{self.urls[gateway]}/health", timeout=5) as response:
                 return int(response.status) == 200

@@ -46,7 +46,7 @@ def answer_of(status: int, content: bytes, streamed: bool) -> Answer:
     """Returns the comparable parts of a response.
 
     Raises:
-        BadAnswer: the status is not 200, an event is an error, or a choice or the stream has no end.
+        BadAnswer: the status is not 200, an event is an error, a choice has two ends, or a choice or the stream has none.
     """
     if status != 200:
         raise BadAnswer(f"HTTP {status}: {content[:300].decode(errors='replace')}")

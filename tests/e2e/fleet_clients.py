@@ -41,7 +41,7 @@ class Exchange:
     sent_at: float = 0.0
     first_at: float = 0.0  # time of the first received byte; 0 if there was none
     ended_at: float = 0.0  # 0 while the request runs
-    longest_pause_s: float = 0.0  # longest time between two received pieces
+    longest_pause_s: float = 0.0  # longest wait for a piece of the response, from sending or the previous piece
     answer: Answer | None = None
     error: str = ""
 
@@ -250,7 +250,7 @@ def check(exchanges: Sequence[Exchange], expected: Mapping[Case, Answer], may_be
         A line with counts and pauses.
 
     Raises:
-        AssertionError: a response differs. The message has the number of each kind of fault and an example of it.
+        AssertionError: a request failed, or a response differs. The message has the number and an example of each kind of fault.
     """
     failed: dict[str, list[Exchange]] = {}
     cut = 0

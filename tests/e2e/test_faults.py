@@ -36,7 +36,7 @@ def is_quiet(system: System) -> bool:
 
 
 def test_system_frees_everything_when_clients_disconnect(system: System) -> None:
-    """Each client requests 512 tokens and closes its socket at a random time before the last token."""
+    """Each client requests 512 tokens and closes its socket at a random time within 3 s."""
     rng = random.Random(3)
     waits = [rng.random() * 3 for _ in range(64)]
 

@@ -79,7 +79,7 @@ def survive(fleet: Fleet, clients: Clients, expected: Expected, what: str, fault
         cut: name of a gateway that may close its clients' connections; "" for none.
 
     Returns:
-        Whether the fleet became idle within QUIET_S.
+        True, so that a test can assert the call.
 
     Raises:
         AssertionError: a result is wrong, or the fleet is not idle within QUIET_S seconds.
@@ -152,7 +152,7 @@ def test_fleet_survives_the_kill_of_a_gateway(fleet: Fleet, clients: Clients, ex
 
 
 def test_fleet_is_idle_when_clients_have_disconnected(fleet: Fleet, clients: Clients, expected: Expected) -> None:
-    """Each client disconnects at a random time before the last byte of its response."""
+    """Each client disconnects at a random time within 3 s, if its response is not complete by then."""
     rng = random.Random(11)
     waits = [rng.uniform(0.01, 3.0) for _ in range(STREAMS)]
     clients.leave(draw_cases(expected, seed=11), lambda index: waits[index])
