@@ -20,7 +20,7 @@ def worker(overlap: bool = True, page_moved_s: float = 0.0, **changes: Any) -> E
 
 
 class Pair:
-    """A prefill worker `first` and a decode worker `second`. turn() runs one turn of each."""
+    """A prefill worker `first` and a decode worker `second`. turn() runs one iteration of each worker's loop."""
 
     def __init__(self, page_moved_s: float = 0.0, first: dict[str, Any] | None = None, **second: Any) -> None:
         self.first = worker(**(first or {}))
@@ -60,7 +60,7 @@ class Pair:
         self.second.turn()
 
     def release_of(self, reservation: KvReservation) -> ReservationReleased:
-        """Returns the release that a reader sends if it knows the latest version of the reservation."""
+        """Returns the release that a reader sends if it has read the latest opening of the reservation."""
         opened = self.first.executor.open_reservations.get(reservation.number)
         return ReservationReleased(reservation, 0 if opened is None else opened.opening)
 

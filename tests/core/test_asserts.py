@@ -187,7 +187,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "a cut edge's upper part ends where the whole did",
+            "the upper part of a split edge ends where the whole edge ended",
             RadixCache._split,
             "parent.depth + num_pages",
             "node.depth",
@@ -207,7 +207,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "an edge that goes stays counted as evictable",
+            "a removed edge stays counted as evictable",
             RadixCache._remove,
             "self.num_evictable -= len(node.pages)",
             "pass",
@@ -218,7 +218,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     (Fault("a slot keeps its epoch", SlotColumns.end, "self.epoch[slot] += 1", "pass", "sent <= committed"), crowd),
     (
         Fault(
-            "tokens of rows that have left are committed",
+            "tokens of rows whose lease has ended are committed",
             Committer.commit,
             "fresh = plan.sample & live",
             "fresh = plan.sample",
@@ -228,7 +228,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "the newest result is taken for the oldest step's",
+            "a result is applied to the newest step instead of the oldest",
             Scheduler._take_flight,
             "self._flight.pop(0)",
             "self._flight.pop()",
@@ -269,7 +269,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "a chunk is planned and not noted",
+            "a planned chunk does not advance the computed tokens",
             ExtendPlanner._add,
             "columns.computed[lease.slot] = start + count",
             "pass",
@@ -299,7 +299,7 @@ FAULTS: list[tuple[Fault, Scenario]] = [
     ),
     (
         Fault(
-            "a freed request's share is kept",
+            "the KV reserved for an unblocked request stays reserved",
             WaitingQueue.unblock,
             "add(-1, -request.blocked_tokens)",
             "add(-1, request.blocked_tokens)",
@@ -307,9 +307,9 @@ FAULTS: list[tuple[Fault, Scenario]] = [
         ),
         shared_beginning,
     ),
-    (Fault("the gate counts those who have left", GrammarGate.leave, "self._size -= 1", "pass", "is in"), grammars),
+    (Fault("the gate counts requests that have left it", GrammarGate.leave, "self._size -= 1", "pass", "is in"), grammars),
     (
-        Fault("tokens that a grammar adds are not extended", RequestLifecycle.extend_again, "request.rekey()", "pass", "known"),
+        Fault("the token key lacks tokens of the grammar", RequestLifecycle.extend_again, "request.rekey()", "pass", "known"),
         grammars,
     ),
     (

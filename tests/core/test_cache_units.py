@@ -391,7 +391,7 @@ def serve_different_prompts(engine: Engine, count: int) -> None:
         engine.check_answer(handle)
 
 
-def test_pool_without_spare_units_serves_requests_one_after_another() -> None:
+def test_requests_get_the_right_tokens_when_the_pool_has_no_spare_units() -> None:
     engine = hybrid(spare_windows=0, spare_states=0, max_running_requests=3, context_len=128)
     serve_different_prompts(engine, 5)
     units = engine.core.memory.units

@@ -362,8 +362,8 @@ def test_draft_controller_keeps_the_number_of_draft_tokens_after_one_slow_step()
     assert world.step()[0] == 7
 
 
-def test_draft_controller_retries_a_number_of_draft_tokens_whose_first_step_was_slow() -> None:
-    """Seven draft tokens seem costly after a slow first step. The controller must try seven again."""
+def test_draft_controller_retries_a_number_of_draft_tokens_whose_first_steps_were_slow() -> None:
+    """Seven draft tokens seem costly after two slow steps. The controller must try seven again."""
     world = World([1.0], bound_by_weights)
     slow = replace(decode_plan(1), drafts=np.full(1, 7, dtype=np.int32))
     for _ in range(2):

@@ -101,7 +101,7 @@ def test_page_keys_can_be_computed_from_the_key_of_the_previous_page(ids: list[i
     assert PageKeys(SECRET, b"l", PAGE).after(whole[at - 1], data(ids[at * PAGE :])) == whole[at:]
 
 
-def test_list_of_page_keys_keeps_existing_keys_when_extended_to_fewer_pages() -> None:
+def test_extend_keeps_page_keys_beyond_the_requested_number() -> None:
     keys = PageKeys(SECRET, b"l", PAGE)
     made = keys_of([1] * 12)
     keys.extend(made, keys.root("r\n0:t"), data([1] * 12), 2)

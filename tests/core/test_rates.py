@@ -71,7 +71,7 @@ def test_computing_time_is_a_moving_average() -> None:
 @pytest.mark.parametrize(
     ("tokens", "rows", "seconds"), [(LARGE_TOKENS - 1, 0, 1.0), (1000, 1, 2.0), (0, 0, 1.0), (1000, 0, 0.0), (1000, 0, -1.0)]
 )
-def test_rates_ignore_small_and_mixed_steps(tokens: int, rows: int, seconds: float) -> None:
+def test_rates_ignore_small_and_mixed_and_untimed_steps(tokens: int, rows: int, seconds: float) -> None:
     """The time of a small step is mainly the constant time of a step. A part of a mixed step's time is spent on decode rows."""
     known = rates(1e-3)
     known.computed(tokens, rows, seconds)

@@ -59,7 +59,7 @@ class TestNewTokenRatio:
         ("decoded", "batch", "max_new", "value"),
         [(100, 4, 1000, 180 / 1001), (0, 1, 99, 0.2), (920, 4, 999, 1.0), (990, 4, 1000, 1.0)],
     )
-    def test_new_token_ratio_becomes_the_share_of_decoded_tokens_when_a_request_is_retracted(
+    def test_new_token_ratio_becomes_the_share_that_the_remaining_rows_need_when_a_request_is_retracted(
         self, decoded: int, batch: int, max_new: int, value: float
     ) -> None:
         ratio = NewTokenRatio(1.0)

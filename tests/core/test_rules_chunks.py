@@ -54,7 +54,7 @@ class TestAnnouncements:
         assert sum(pulled(pair.second)) == 10
         pair.assert_all_is_free()
 
-    def test_prompt_of_one_chunk_is_read_only_when_the_prompt_is_complete(self) -> None:
+    def test_prompt_of_one_chunk_is_not_prefetched(self) -> None:
         pair = Relayed()
         pair.begin(0, PROMPT[:14], max_new_tokens=2)
         pair.finish(0, max_new_tokens=2)

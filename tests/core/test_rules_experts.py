@@ -107,7 +107,7 @@ class TestRecord:
         engine.control.start_expert_record()
         assert recorded(engine).num_tokens == 0 == recorded(engine).rows.sum()
 
-    def test_balancedness_is_the_mean_share_of_the_largest_count(self) -> None:
+    def test_balancedness_is_the_mean_over_the_layers_of_the_mean_count_divided_by_the_largest(self) -> None:
         engine = sparse()
         assert engine.core.stats().expert_balancedness == 0.0
         engine.control.start_expert_record()
@@ -183,7 +183,7 @@ class TestRoutedExperts:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @each_value(overlap=[True, False], first=[0, 20, 49], every=[1, 2, 3], drafts=[0, 3], interval=[1, 7])
-    def test_no_position_is_repeated_under_retraction(
+    def test_routed_experts_of_each_position_are_returned_once_when_requests_are_retracted(
         self, overlap: bool, first: int, every: int, drafts: int, interval: int
     ) -> None:
         engine = sparse(overlap, retract_interval=every, enable_mixed_chunk=True, chunked_prefill_size=8, max_drafts=drafts)
@@ -198,7 +198,7 @@ class TestRoutedExperts:
 
     @pytest.mark.by_day(one_in=2)
     @pytest.mark.parametrize("turns", [1, 3, 6, 9])
-    def test_no_position_is_repeated_under_preemption(self, turns: int) -> None:
+    def test_routed_experts_of_each_position_are_returned_once_when_the_request_is_preempted(self, turns: int) -> None:
         engine = sparse(enable_priority_scheduling=True, max_running_requests=1, chunked_prefill_size=8)
         engine.submit(0, PROMPT, max_new_tokens=9, ignore_eos=True, routed_from=0)
         for _ in range(turns):
@@ -209,7 +209,7 @@ class TestRoutedExperts:
         engine.check_answer(0)
 
     @pytest.mark.parametrize("cached", [False, True])
-    def test_replayed_request_returns_the_positions_after_those_of_the_first_worker(self, cached: bool) -> None:
+    def test_resumed_request_returns_the_routed_experts_after_those_of_the_first_worker(self, cached: bool) -> None:
         options: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
         whole = sparse()
         whole.submit(0, PROMPT, routed_from=10, **options)
@@ -240,7 +240,7 @@ class TestRoutedExperts:
         engine.drain()
         engine.check_answer(0)
 
-    def test_request_ends_alone_when_its_sampled_token_is_outside_the_vocabulary(self) -> None:
+    def test_request_returns_no_routed_experts_when_its_sampled_token_is_outside_the_vocabulary(self) -> None:
         engine = sparse(overlap=False)
         engine.submit(0, PROMPT[:4], max_new_tokens=9, ignore_eos=True, routed_from=0)
         for _ in range(2):

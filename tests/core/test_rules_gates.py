@@ -268,7 +268,7 @@ roomy = st.builds(
 def watch(engine: Engine) -> None:
     """Makes the engine check after each pass for how many passes each request is held.
 
-    The limit is MAX_PASSES passes after the request's prefix hit has last become longer. A turn may have two passes.
+    The limit is MAX_PASSES passes after the request's prefix hit has last become longer. One plan may have two passes.
     """
     core, gate = engine.core, engine.core.planner.extends._prefixes
     ended, seen = gate.end_pass, dict[int, tuple[int, int]]()  # by request: longest hit in tokens, passes since the hit

@@ -52,14 +52,14 @@ class TestPace:
             known.record(1000, rows, alone + 1.0, 1)
             assert known.tokens(0.3, rows, 0) == pytest.approx((0.3 - alone) / 0.001, abs=1), rows
 
-    def test_constant_time_of_an_extend_step_is_the_time_of_the_smallest_decode_step(self) -> None:
+    def test_constant_time_of_an_extend_step_is_the_time_of_the_shortest_decode_step(self) -> None:
         known = pace({4: 0.05, 1: 0.02})
         known.record(1000, 0, 0.02 + 1.0, 1)
         assert known.tokens(0.3, 4, 1) == pytest.approx((0.3 - 0.05 - 0.02) / 0.001, abs=1)
         assert known.tokens(0.3, 4, 3) == pytest.approx((0.3 - 0.05 - 0.06) / 0.003, abs=1)
         assert known.tokens(0.3, 4, 0) == pytest.approx((0.3 - 0.05) / 0.001, abs=1)
 
-    def test_pace_returns_the_number_of_extend_steps_that_fit_into_the_time_limit(self) -> None:
+    def test_pace_returns_the_smallest_number_of_extend_steps_that_fill_the_time_limit(self) -> None:
         """A step of 100 tokens takes 0.12 s, and a step of 4 decode rows takes 0.05 s."""
         known = pace({4: 0.05, 1: 0.02})
         known.record(1000, 0, 0.02 + 1.0, 1)
@@ -78,7 +78,7 @@ class TestPace:
         assert known.tokens(1e308, 8, 0) == known.tokens(float("inf"), 8, 0) == MOST_TOKENS
 
     def test_pace_counts_decode_rows_as_at_most_half_of_a_step(self) -> None:
-        """A mixed step may take less time than an earlier decode step. Half of that time then counts for the prompt."""
+        """If a mixed step takes less time than an earlier decode step, half of the mixed step's time counts for the prompt."""
         known = pace({1: 5.0})
         known.record(1000, 1, 1.0, 1)
         assert known.tokens(11.0, 1, 0) == pytest.approx(6.0 / 0.0005, rel=0.01)
@@ -115,7 +115,7 @@ class Timed:
         self.engine, self._row_s, self._step_s = make(overlap, **{**sizes, **changes}), row_s, step_s
 
     def run(self, turns: int) -> list[tuple[BatchPlan, float]]:
-        """Runs turns. Returns the new steps with their seconds."""
+        """Runs `turns` loop iterations. Returns the new steps with their seconds."""
         engine, begun = self.engine, len(self.engine.plans)
         for _ in range(turns):
             if engine.prev is not None:
@@ -170,7 +170,7 @@ def test_mixed_steps_use_the_whole_time_limit() -> None:
 
 
 @pytest.mark.parametrize(("within_s", "most", "modes"), [(0.3, 2, "ED"), (1.5, 2, "EED"), (60.0, 2, "EED"), (1.5, 0, "EED")])
-def test_decode_step_follows_as_many_extend_steps_as_fit_into_the_time_limit(within_s: float, most: int, modes: str) -> None:
+def test_decode_step_follows_the_extend_steps_that_fill_the_time_limit(within_s: float, most: int, modes: str) -> None:
     timed = Timed(max_extend_steps=most, adaptive_chunk_s=within_s)
     begun = len(timed.engine.plans)
     timed.beside(4, turns=20)

@@ -31,7 +31,7 @@ def pulls(engine: Engine) -> list[PageOperation]:
 
 class TestHandover:
     def test_prefill_worker_ignores_the_output_length_of_a_handed_over_request(self) -> None:
-        """The number of turns does not depend on `max_new_tokens`, and no row decodes on the prefill worker."""
+        """The number of loop iterations does not depend on `max_new_tokens`, and no row decodes on the prefill worker."""
         turns = {}
         for max_new in (2, 200):
             engine = worker(page_size=4, context_len=250, chunked_prefill_size=96, max_prefill_tokens=96)
@@ -384,7 +384,7 @@ class TestPull:
         pair.second.turn()
         assert not pair.second.core.memory.quarantined
 
-    def test_slow_worker_does_not_delay_reads_from_another_worker(self) -> None:
+    def test_failed_read_from_one_worker_does_not_prevent_reads_from_another_worker(self) -> None:
         pair = Pair()
         other = worker()
         pair.second.executor.peers["other"] = other.executor

@@ -112,7 +112,7 @@ class TestVictims:
         assert engine.core.stats().preemptions_total == displaced
         assert running(engine) == [*range(3 - displaced), 9]
 
-    def test_preemption_displaces_no_request_when_reserved_output_leaves_no_memory(self) -> None:
+    def test_preemption_displaces_no_request_when_all_victims_together_free_too_little_memory(self) -> None:
         """In the first case, the output that is reserved for other requests leaves too little memory.
 
         In the second case, the victims share pages, which become free only once.

@@ -143,7 +143,7 @@ class TestGrammars:
 
     @pytest.mark.by_day(one_in=2, seed=2)
     @pytest.mark.parametrize("late", [True, False])
-    def test_matcher_replays_a_long_earlier_output_over_several_scheduling_turns(self, late: bool) -> None:
+    def test_matcher_replays_a_long_earlier_output_over_several_loop_iterations(self, late: bool) -> None:
         grammar = spec(1, 40)
         whole, _ = undisturbed(max_new_tokens=50, grammar=grammar, ignore_eos=True)
         engine = make()

@@ -34,7 +34,7 @@ def prefill_of(engine: Engine, step: int) -> dict[int, int]:
 
 
 def chunks_until_first_token(engine: Engine, handle: int) -> int:
-    """Runs turns until the request's last prompt token is planned, and returns the number of turns before that turn."""
+    """Runs loop iterations up to the one that plans the request's last prompt token. Returns the number of earlier iterations."""
     for count in range(200):
         engine.turn()
         request = engine.core.queues.by_key.get((0, handle))
@@ -210,5 +210,5 @@ class TestBookkeeping:
             shares.charge(busy, 10)
         shares.enter((b"early", 0, 0), 1.0)
         assert busy.tenant.start - early.tenant.start == 10, (
-            "an idle tenant returns with an advantage of one charge, 10 tokens, however long it was idle"
+            "an idle tenant returns with an advantage of one planned chunk, 10 tokens, however long it was idle"
         )

@@ -329,7 +329,7 @@ class TestCopies:
         stats = engine.core.stats()
         assert (stats.stored_pages_total, stats.unstored_pages_total, stats.storage_pages) == (4, 6, 4)
 
-    def test_pages_waiting_for_the_storage_take_at_most_half_of_the_host(self) -> None:
+    def test_pages_are_not_stored_when_too_many_pages_wait_for_the_storage(self) -> None:
         engine = tiered(has_storage=True, host_pages=16, page_moved_s=0.02, num_pages=64)
         for number in range(4):
             engine.submit(number, prompt(number, 24), max_new_tokens=4, ignore_eos=True)

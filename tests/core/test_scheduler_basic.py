@@ -70,7 +70,7 @@ class TestTimeouts:
 
 
 class TestFaults:
-    def test_exception_of_a_decoder_ends_only_the_request_of_that_decoder(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_exception_of_the_decoder_ends_only_requests_with_stop_strings(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make()
         monkeypatch.setattr(LetterDecoder, "decode", raising)
         engine.submit(0, [1] * 8, max_new_tokens=9, ignore_eos=True)

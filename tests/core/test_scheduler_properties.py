@@ -89,7 +89,7 @@ def drive(
     checked: bool = True,
     after_turn: Callable[[Engine], None] = lambda engine: None,
 ) -> Engine:
-    """Runs `steps` turns with random arrivals, aborts in every phase, and pauses in which all requests end."""
+    """Runs `steps` loop iterations with random requests, aborts, flushes and settings. Sometimes waits until all requests end."""
     rng, routed = random.Random(seed), random.Random(seed)
     engine = Engine(config, overlap, checked, page_moved_s=rng.choice((0.0, 0.003, 0.05)))
     engine.executor.early_s = rng.choice((0.0, EARLY_S, 10.0))

@@ -44,7 +44,7 @@ def with_bytes(groups: tuple[CacheGroup, ...], page_bytes: int) -> tuple[CacheGr
 
 
 def tiered(window: int = 8, spare_windows: int = 40, spare_states: int = 12, **changes: Any) -> Engine:
-    """Returns an engine like that of test_cache_units.hybrid() with a host tier, which prefers reading to computing."""
+    """Returns an engine like that of test_cache_units.hybrid(), but with a host tier. It prefers reading to computing pages."""
     changes = {"num_pages": 64, "host_pages": 200, "state_interval": 16, **changes}
     groups = groups_of(small(**changes).config, window, spare_windows, spare_states)
     return slow(small(groups=with_bytes(groups, 64), **changes))
@@ -218,7 +218,7 @@ def test_decode_worker_reads_pages_and_units_of_the_prompt(kinds: str, length: i
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_pages_are_read_ahead_and_units_at_the_end_of_the_prompt(kinds: str) -> None:
+def test_prefetched_prompt_is_cached_with_its_units(kinds: str) -> None:
     pair = pair_of(kinds, page_moved_s=0.003)
     pair.begin(0, [*range(75)], max_new_tokens=6)
     finish = pair.finish(0, max_new_tokens=6)
@@ -350,7 +350,10 @@ def test_units_of_a_page_end_are_pinned_together_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("kinds", KINDS)
 def test_reservation_that_grows_pins_its_units_once(kinds: str) -> None:
-    """The second request has a prefix hit of all its pages. Its reservation opens with units and grows at the handover."""
+    """The second request has a prefix hit of all its pages, so that its reservation opens with these pages and the units.
+
+    The handover opens the reservation again with the same pages and units.
+    """
     pair = pair_of(kinds)
     for handle in range(2):
         pair.compute(handle, [*range(43)], max_new_tokens=6)

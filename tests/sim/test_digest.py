@@ -36,8 +36,8 @@ from tests.sim.deployed_worker import on_gpu
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--concurrency", "12", "--num-pages", "96", "--context-len", "4096", "--schedule-conservativeness", "0.05")
 DRAFTS = ("--max-drafts", "3")
-# Attributes that the canonical form omits: texts, parts of a schema that a gateway has generated, and experts, which the fake
-# executor of a simulation does not have.
+# Attributes that the canonical form omits: texts, parts of a structural tag that a gateway has made, and experts, which a
+# simulated model does not have.
 LEFT_OUT = {
     BatchPlan: {"counts_experts", "routed_rows", "routed_offsets"},
     Finish: {"message"},

@@ -221,7 +221,7 @@ def test_fleet_raises_when_no_worker_is_alive() -> None:
         pytest.param({"gateways": 0}, id="no gateway"),
         pytest.param({"kills": (Kill(4, 1.0),)}, id="no such worker"),
         pytest.param({"kills": (Kill(0, 1.0, 0.01),)}, id="restart before detection"),
-        pytest.param({"detect_s": 0.0}, id="death overtakes the last words"),
+        pytest.param({"detect_s": 0.0}, id="death noticed before the last output"),
         pytest.param({"report_s": 0.0}, id="no time between reports"),
     ],
 )

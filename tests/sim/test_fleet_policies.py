@@ -1,7 +1,7 @@
-"""Compares routing policies by simulation: 8 workers, two gateways, the assumed H200.
+"""Compares routing policies by simulation: 8 workers, two gateways, the time model `h200-like` (an assumption about an H200).
 
-To keep runs short, outputs are shorter than in the figures of docs/how-to/simulator.md, and arrivals exceed the capacity of round
-robin.
+To keep runs short, outputs are shorter than in the figures of docs/how-to/simulator.md, and requests arrive faster than the
+workers can serve them with round robin.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Runs the property tests' workload for 4,500 steps over every policy and flag.
+"""Runs the property tests' workload for at least 4,500 steps in all, over every policy and flag.
 
-With ROOTSTOCK_TEST_NIGHTLY=1, the workload runs for 50,000 steps, twenty times.
+With ROOTSTOCK_TEST_NIGHTLY=1, the workload runs for at least 50,000 steps, twenty times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDS = range(20) if NIGHTLY else range(1)
 # If a wanted event has not occurred, a row of ROWS runs for up to PATIENCE times its share of the steps.
 PATIENCE = 4 if NIGHTLY else 15
 STEPS_OF_A_ROUND = 50_000 if NIGHTLY else 4_500
-TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # turns of the workload per seed
+TURNS_OF_A_DRIVE = 250 if NIGHTLY else 60  # loop iterations of drive() per seed, before the requests that are left end
 
 LRU, LFU, FIFO, PRIORITY = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.FIFO, EvictionPolicy.PRIORITY
 

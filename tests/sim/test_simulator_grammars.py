@@ -36,7 +36,7 @@ def outcomes(trace: Trace) -> dict[str, Outcome]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("share", [0.5, 0.05])
-def test_no_request_is_slower_with_the_graph_limits(share: float) -> None:
+def test_itl_and_tpot_are_not_higher_with_the_graph_limits(share: float) -> None:
     trace = grammars(200, share, 512, 256, 8, RUNS, rate=16.0, seed=0)
     found = outcomes(trace)
     said = [outcome.requests.output_tokens.tolist() for outcome in found.values()]
