@@ -60,7 +60,7 @@ logger = logging.getLogger("rootstock_llm.services.worker")
 
 
 class LoopObserver:
-    """Passes the loop's events on to metrics, watchdog, load reports and the prefix index."""
+    """Passes the events of the scheduler loop to metrics, watchdog, load reports and the prefix index."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ def _reads_predictions(settings: WorkerSettings, engine: Engine) -> bool:
 
 
 def _routed_per_token(settings: WorkerSettings, engine: Engine) -> int:
-    """Returns the number of expert ids of a token that clients may request; 0 for a model without experts."""
+    """Returns the expert ids per token that a request may get; 0 if the model has no experts or the setting is off."""
     experts = engine.info.experts
     return experts.ids_per_token if experts is not None and settings.enable_return_routed_experts else 0
 

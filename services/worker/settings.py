@@ -61,8 +61,8 @@ class WorkerSettings(ServiceSettings):
     quantization: Literal["auto", "int8", "int4"] = Field(
         "auto",
         description="Quantization of linear layers and experts while they are loaded. auto: none. int8: 8 bits with a scale per"
-        " output channel. int4: 4 bits with a scale per group of 128 weights, or of 64 or 32 if the depth is no multiple of 128."
-        " Only for models of Rootstock's own decoder.",
+        " output channel. int4: 4 bits with a scale per group of 128 weights, or of 64 or 32 if the input size is no multiple of"
+        " 128. Only for models of Rootstock's own decoder.",
     )
     quantize_head: bool = Field(
         False,
@@ -95,7 +95,7 @@ class WorkerSettings(ServiceSettings):
         " attention hold.",
     )
     mamba_full_memory_ratio: float = Field(
-        2.0, gt=0, le=100, description="Memory for states of recurrent layers, per byte of the KV pool."
+        2.0, gt=0, le=100, description="Bytes for states of recurrent layers, per byte of the KV pool."
     )
     max_mamba_cache_size: int = Field(
         0,
@@ -177,8 +177,10 @@ class WorkerSettings(ServiceSettings):
         " first tokens are sent.",
     )
     max_sessions: int = Field(1024, ge=0, description="Largest number of open sessions.")
-    session_capacity: int = Field(1 << 20, ge=1, description="Largest number of tokens of all turns of a session.")
-    session_ttl_s: float = Field(600.0, gt=0, description="Seconds for which a session stays open after its last turn.")
+    session_capacity: int = Field(1 << 20, ge=1, description="Largest and default limit of the tokens of all turns of a session.")
+    session_ttl_s: float = Field(
+        600.0, gt=0, description="Seconds for which a session stays open after its last turn, by default."
+    )
     grammar_compile_timeout_s: float = Field(
         10.0, gt=0, description="CPU time in seconds after which the compilation of a grammar fails and the grammar is refused."
     )
@@ -273,8 +275,8 @@ class WorkerSettings(ServiceSettings):
     )
     hicache_write_policy: WritePolicy = Field(
         WritePolicy.WRITE_BACK,
-        description="When pages are copied to the host tier. write_back: before they are evicted from the pool; write_through:"
-        " after they are computed; write_through_selective: after their second cache hit.",
+        description="When pages are copied to the host tier. write_back: when no request uses them, before they are evicted;"
+        " write_through: after they are computed; write_through_selective: after their second cache hit.",
     )
     hicache_storage_backend: Literal["none", "file", "redis"] = Field(
         "none",

@@ -226,7 +226,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             )
         except Exception as error:
             logger.exception("could not delete pages in the storage tier")
-            await context.abort(grpc.StatusCode.INTERNAL, f"the storage tier deleted no pages: {error}")
+            await context.abort(grpc.StatusCode.INTERNAL, f"the storage tier could not delete the pages: {error}")
         if deleted.pending:
             text = f"the storage tier has not deleted all pages and will retry: {deleted.pending}"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)

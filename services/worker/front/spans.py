@@ -48,7 +48,7 @@ class Chunk:
     launched: float  # time at which the chunk's step was launched
     start: int  # position of its first token
     tokens: int
-    cached: int  # cached tokens before the first chunk after an admission; 0 for later chunks
+    cached: int  # tokens of the prefix hit if this is the first chunk after an admission; otherwise 0
     ended: float = 0.0  # time at which the chunk's step was committed; 0: the step was not committed yet
 
 

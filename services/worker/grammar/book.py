@@ -49,7 +49,7 @@ class CompiledBook:
     Callbacks:
 
     - After an open() that returns None, on_ready(spec) or on_failed(spec, reason, busy) is called, on any thread and possibly
-      before open() returns. Both may only post a message. `busy` means that the compiler is overloaded or has ended; the grammar
+      before open() returns. Both must only post a message. `busy` means that the compiler is overloaded or has ended; the grammar
       may be valid.
     - on_compiled(seconds, chars) is called after each successful compilation, with the time since the first open() and the length
       of the source. The pool's threads call it, one at a time; it must not block.
@@ -225,7 +225,7 @@ class UnusedGrammars:
     async def run(self) -> None:
         """Runs until cancelled.
 
-        After grammars were compiled or dropped, trims the heap at the end of the first interval without compilations.
+        After grammars were compiled or dropped, trims the heap after the first `every_s` seconds without compilations.
         """
         seen, trim_due = self._book.num_compiled, False
         while True:

@@ -186,7 +186,7 @@ class IndexPublisher:
         """Renews the lease if it is due. Then begins a generation, if necessary, or publishes a batch, if it is due.
 
         The renewal comes first, because it detects whether this worker's blocks were swept while the process was suspended. After
-        a failure, all connections are replaced, because the address may belong to another Redis server after a failover.
+        a failure, unused connections are closed, because the address may belong to another Redis server after a failover.
         """
         if self._failing:
             await self._client.connection_pool.disconnect(inuse_connections=False)

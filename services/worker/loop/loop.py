@@ -43,7 +43,7 @@ from rootstock_llm.services.worker.loop.inbox import (
 
 logger = logging.getLogger(__name__)
 
-IDLE_CHECK_S = 1.0  # seconds without requests after which the invariants are checked once
+IDLE_CHECK_S = 1.0  # longest wait in seconds for messages while idle; then the invariants are checked once
 # Seconds to wait for messages if no request can run. The time is short, because deadlines pass without a message, and operations
 # of the fake executor end without one.
 STUCK_WAIT_S = 0.001
@@ -316,7 +316,7 @@ class Loop:
             case Command():
                 self._commands.add(message, now)
             case FactsReady():
-                pass  # each iteration reads the facts
+                pass  # each iteration reads the completion reports
             case ReservationReleased():
                 core.release_reservation(message)
             case Stop():

@@ -97,7 +97,7 @@ class RequestTimes:
         self._arrivals[peer, handle] = self._clock()
 
     def sent(self, outputs: tuple[PeerOutput, ...]) -> None:
-        """Observes the tokens and finishes of one step's outputs."""
+        """Records the tokens and finishes of one step's outputs in the histograms."""
         now = self._clock()
         first: list[float] = []
         gaps: list[float] = []
@@ -141,7 +141,7 @@ class RequestTimes:
         return [finish.queue_s], [prefilled], [] if first is None else [now - first]
 
     def _observe(self, distribution: Distribution, *values: Sequence[float]) -> None:
-        """Adds values to the histograms of a distribution. `values` has one list per stage, or one list without stages."""
+        """Adds values to the histograms of a distribution: one list per stage, or one list if the distribution has no stages."""
         for histogram, each in zip(self._histograms[distribution], values, strict=True):
             histogram.observe_all(each)
 

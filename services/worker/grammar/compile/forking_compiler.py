@@ -41,7 +41,7 @@ from rootstock_llm.services.worker.grammar.schema.schema_rules import schema_gra
 from rootstock_llm.services.worker.grammar.schema.structural_tag import structural_tag
 
 MAX_LOG_BYTES = 1 << 20  # largest size of the log that replaces a child's stderr
-SESSION_NICENESS = 5  # of this process's session (autogroup): a quarter of the CPU time of a core that another session uses
+SESSION_NICENESS = 5  # niceness of this process's session (autogroup); it gets a quarter of a core that another session also uses
 AUTOGROUP = Path("/proc/self/autogroup")
 MAX_RECURSION = 2000  # largest depth of xgrammar's recursive descent, on a stack of 8 MiB
 

@@ -28,7 +28,7 @@ from rootstock_llm.services.worker.grammar.schema.ebnf import (
 from rootstock_llm.services.worker.grammar.schema.refusal import GrammarRefused
 
 MAX_INDENT = 16  # largest number of blanks or tabs after a line break
-MAX_SPELLED = 16  # up to this minimum length, each required character of a string gets a rule that also allows escapes
+MAX_SPELLED = 16  # largest minimum length of strings that may have escapes; each required character then needs a rule
 ESCAPED: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 SAFE = Chars(complement(ESCAPED))  # characters that need no escape in a JSON string
 _HEX = Chars(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))

@@ -142,7 +142,7 @@ def _scaled(bound: tuple[float | int, bool] | None, scale: int, inwards: int, de
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The bounds of the absolute value for one sign."""
+    """The bounds of the absolute value, either of positive or of negative numbers."""
 
     low: tuple[str, str]  # digits before and after the decimal point
     high: tuple[str, str]

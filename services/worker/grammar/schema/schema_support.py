@@ -33,7 +33,7 @@ TYPES = (*KEYWORDS_OF_TYPE, "integer")
 COMBINERS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 TYPED = frozenset().union(*KEYWORDS_OF_TYPE.values())
 _KNOWN = TYPED | {"type", *COMBINERS}
-MAX_REFERENCES = 64  # longest chain of references, each of which leads to a schema that is only a reference
+MAX_REFERENCES = 64  # largest number of references that are followed from one schema
 
 
 def refuse(path: str, why: str) -> GrammarRefused:
