@@ -33,8 +33,8 @@ class Moment:
     """State of the simulation after a scrape of the metrics."""
 
     at: int  # seconds since the start
-    load: float  # load in workers at their target share
-    need: int  # workers that the load needs
+    load: float  # number of workers that this load would keep exactly at their target share; may be fractional
+    need: int  # `load` rounded up, at least 1
     replicas: int  # number of replicas that the HPA has set
     serving: int  # workers that serve
     waiting: int  # queued requests

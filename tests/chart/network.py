@@ -108,7 +108,7 @@ def _any_peer_matches(peers: Sequence[Mapping[str, Any]] | None, party: Party) -
 def _peer_matches(peer: Mapping[str, Any], party: Party) -> bool:
     if "ipBlock" in peer:
         block = peer["ipBlock"]
-        if not party.ip:  # whether a block applies to pods' addresses depends on the network plugin
+        if not party.ip:  # whether an ipBlock applies to pods' addresses depends on the network plugin
             return False
         address = ipaddress.ip_address(party.ip)
         excepted = any(address in ipaddress.ip_network(each) for each in block.get("except") or [])

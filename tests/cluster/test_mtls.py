@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.needs("openssl")]
 STREAMS = 24
 MOUNT = "/etc/rootstock/mtls"
 TWO = {name: {"replicas": 2} for name in ("gateway", "tokenizer", "detokenizer")}
-# Small, so that the nodes also have space for Prometheus, metrics-server and KEDA.
+# A worker's resources, small so that the nodes also have space for Prometheus, metrics-server and KEDA.
 LITTLE: Object = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}}
 VALUES: Object = {
     **TWO,

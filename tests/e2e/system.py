@@ -24,7 +24,7 @@ from rootstock_llm.services.local.supervisor import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
-# Settings of systems that serve a model under the name `demo`. The second model has windows and recurrent layers.
+# Settings of systems by model. Both models are served under the name `demo`. demo-hybrid has windows and recurrent layers.
 MODELS: dict[str, dict[str, Any]] = {
     "demo": {},
     "demo-hybrid": {"model": str(DEMO.parent / "demo-hybrid"), "served_model_name": "demo", "max_total_tokens": 16_384},

@@ -21,7 +21,7 @@ from tests.e2e.system import ROOT, System, wait_until
 from tests.night import NIGHTLY
 
 FAKE = "--executor fake"
-LOST_S = 3.0 if NIGHTLY else 30.0  # time limit until a loss is shown; longer by day, when other tests slow down the machine
+LOST_S = 3.0 if NIGHTLY else 30.0  # time limit until the status shows a killed worker; longer by day, because other tests run
 SHELL = f'rootstock() {{ {sys.executable} -m rootstock_llm.services.cli "$@"; }}; set -euo pipefail; '
 
 

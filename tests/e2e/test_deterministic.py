@@ -56,7 +56,7 @@ def all_at_once(
     return [pool.submit(answer, system, text, kind) for text in TEXTS for kind in kinds]
 
 
-def test_deterministic_results_stay_equal_when_requests_are_batched_or_move(system: System) -> None:
+def test_deterministic_results_stay_equal_when_requests_are_batched_or_move_to_another_worker(system: System) -> None:
     alone = [answer(system, text, kind) for text in TEXTS for kind in KINDS]
     assert len({str(one) for one in alone}) > len(alone) // 2, "different seeds and prompts must give different outputs"
     with ThreadPoolExecutor(len(alone)) as pool:

@@ -51,7 +51,7 @@ def _connect(parts: urllib.parse.SplitResult) -> socket.socket:
     context = ssl.create_default_context(cafile=files.get("ssl_ca_certs"))
     if "ssl_certfile" in files:
         context.load_cert_chain(files["ssl_certfile"], files.get("ssl_keyfile"))
-    if "ssl_ca_certs" not in files:  # the probe checks the connection and writes, not the certificate
+    if "ssl_ca_certs" not in files:  # the probe tests whether it can connect and write; it does not test the certificate
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context.wrap_socket(plain, server_hostname=parts.hostname)
 

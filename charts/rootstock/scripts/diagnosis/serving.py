@@ -9,7 +9,7 @@ from .findings import Finding, broken, ok, unknown, waiting
 from .install import COMPONENT, MODEL, UNRESOLVED, Facts, Install, Object, RedisState, is_ready, labels_of, name_of, pods_of
 
 NETWORK = "docs/reference/kubernetes/values.md#network"
-# If a text and its round trip are less similar, the tokenizer counts as one of another model. Lossy tokenizers are above this.
+# Least similarity of a text and its round trip. Below it, the tokenizer counts as one of another model. Lossy ones are above it.
 LIKE = 0.5
 
 
@@ -177,7 +177,8 @@ def _tokenizers(facts: Facts) -> Iterator[Finding]:
             what = (
                 f"tokenizers of model {name} belong to another model than its"
                 f" workers: {trip['said'][:40]!r} becomes ids up to"
-                f" {max(trip['ids'], default=0)} of a vocabulary of {trip['vocab_size']}, and these ids become {trip['read'][:40]!r}"
+                f" {max(trip['ids'], default=0)} of a vocabulary of {trip['vocab_size']},"
+                f" and these ids become {trip['read'][:40]!r}"
             )
             yield broken(
                 "models",
