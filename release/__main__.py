@@ -37,7 +37,11 @@ class Engine:
     program: str  # "buildah" or "docker"
 
     def build(self, source: Path, target: str, image: str, revision: str, arguments: Sequence[str]) -> list[str]:
-        """Returns the command that builds an image of the given name."""
+        """Returns the command that builds the stage `target` of the Dockerfile in `source` as `image`.
+
+        Args:
+            arguments: further build arguments, as NAME=VALUE.
+        """
         values = [f"VERSION={__version__}", f"REVISION={revision}", *arguments]
         flags = [word for value in values for word in ("--build-arg", value)]
         layers = ["--layers"] if self.program == "buildah" else []  # caches the stages that several targets share
@@ -69,7 +73,7 @@ def build_wheel(source: Path, out: Path, isolated: bool) -> None:
     """Builds the wheel of a source tree.
 
     Args:
-        isolated: Whether pip downloads the build tools that pyproject.toml names. If not, this environment's are used.
+        isolated: Whether pip downloads the build tools that pyproject.toml names. If not, pip uses those of this environment.
     """
     flags = [] if isolated else ["--no-build-isolation"]
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps", *flags]

@@ -33,7 +33,7 @@ class DetokenizerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         prefix = "rootstock_detokenizer_"
         self.batches = Counter(prefix + "batches", "Decoded batches.", registry=registry)
-        self.tokens = Counter(prefix + "tokens", "Decoded token ids, without replayed token ids.", registry=registry)
+        self.tokens = Counter(prefix + "tokens", "Token ids in decoded batches, without replayed token ids.", registry=registry)
         self.chars = Counter(prefix + "chars", "Characters of decoded text sent to gateways.", registry=registry)
         self.held_rows = Counter(
             prefix + "held_rows",

@@ -88,7 +88,7 @@ def _check_ports(started: list[Part]) -> None:
 
 
 def _make_folders(settings: LocalSettings) -> None:
-    """Creates the folders for logs and state. Raises ValueError with the name of the setting."""
+    """Creates the folders for logs and state. Raises ValueError, which names the setting, if a folder is not writable."""
     folders = {"log_dir": log_folder(settings)} | ({"state_dir": state_folder(settings)} if settings.state_dir else {})
     for name, folder in folders.items():
         flag = f"--{name.replace('_', '-')}"
@@ -107,7 +107,7 @@ def serve(words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "local") -> int:
-    """Runs the launcher until a signal and returns the exit status. `prog` is its name in messages."""
+    """Runs the launcher until a signal and returns the exit status. `prog` is the launcher's name in messages."""
     logging.basicConfig(level="WARNING", format="  %(message)s")
     if sys.platform != "linux":
         print(

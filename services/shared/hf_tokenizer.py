@@ -18,13 +18,13 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 TOKENIZER_FILE = "tokenizer.json"
 # Tokenizer files that transformers can convert to tokenizer.json.
 VOCABULARIES = ("*.model", "*.tiktoken", "merges.txt", "tekken.json", "vocab.json", "vocab.txt")
-DEFAULT_TEMPLATE = "default"  # name of the template for all other chats
+DEFAULT_TEMPLATE = "default"  # name of the template for chats that do not use TOOL_TEMPLATE
 TOOL_TEMPLATE = "tool_use"  # name of the template for chats with tools
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerFolderError(ValueError):
-    """A file of the tokenizer is missing or not readable. The message names the file."""
+    """A file of the tokenizer is missing, not readable or broken. The message names the file."""
 
 
 class HfTokenizer:

@@ -1,4 +1,4 @@
-"""The size limits of JSON schemas, and the annotation keywords (draft 2020-12, and `definitions` of older drafts)."""
+"""Checks the size of JSON schemas, and lists the annotation keywords (draft 2020-12, and `definitions` of older drafts)."""
 
 from __future__ import annotations
 

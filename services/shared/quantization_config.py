@@ -53,7 +53,7 @@ def fault_of(config: Mapping[str, Any], files: Collection[str]) -> str:
 
 
 def becomes_float(quantization: Mapping[str, Any]) -> bool:
-    """Whether the worker dequantizes these weights to floats of 16 or 32 bits when it loads them."""
+    """Whether the worker dequantizes weights of this quantization to floats of 16 or 32 bits when it loads them."""
     if method_of(quantization) == "fp8":
         return True
     groups = groups_of(quantization) if method_of(quantization) == "compressed-tensors" else []

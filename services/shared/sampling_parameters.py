@@ -352,7 +352,7 @@ def of_api(api: Api) -> Mapping[str, SamplingParameter]:
 
 
 def renamed(api: Api) -> Mapping[str, str]:
-    """Maps each wire field that has another name in the API to this name, or to the first name if the API has several."""
+    """Maps each wire field whose name in the API differs to the name in the API, or to the first one if there are several."""
     rows = [row for row in reversed(PARAMETERS) if api in row.names and row.wire and "." not in row.wire]
     return {row.wire: row.names[api] for row in rows if row.wire != row.names[api]}
 

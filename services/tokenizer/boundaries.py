@@ -142,7 +142,7 @@ class Boundaries:
                 yield normalizer.normalize_str(token.content).replace(METASPACE, " ")
 
     def _is_marked(self, text: str, at: int) -> bool:
-        """Whether the blank that normalization adds may be elsewhere than at the beginning of the part after this cut.
+        """Whether normalization may add its blank elsewhere than at the beginning of the part after this cut.
 
         True if an added token ends at the cut, or if an added token begins at the cut or one character later. Also true if at
         most one character follows the cut.

@@ -47,7 +47,7 @@ class Item:
 class Fragment:
     """A part of the pattern."""
 
-    nullable: bool = True  # whether it matches the empty text
+    nullable: bool = True  # whether the part matches the empty text
     first: tuple[Position, ...] = ()  # positions of the first character of a match
     last: tuple[Position, ...] = ()  # positions of the last character of a match
     items: tuple[Item, ...] = ()  # the items of a concatenation

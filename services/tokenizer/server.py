@@ -223,7 +223,7 @@ class TokenizerServicer(pb_grpc.TokenizerServicer):
                 ) from None
             except asyncio.CancelledError:
                 stopped.set()
-                await asyncio.wait([encoding])  # the thread ends after its current piece; until then it occupies the lane
+                await asyncio.wait([encoding])  # the thread ends after its current piece; then the next request may start
                 raise
 
 

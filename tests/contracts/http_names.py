@@ -31,9 +31,9 @@ from rootstock_llm.services.worker.core.control import RANGES
 from tests.contracts.schema_names import Schema, names_of
 
 METHODS = frozenset(("delete", "get", "patch", "post", "put"))
-# By type of a part of a body: path of the part in the bodies that have it.
+# Type of a part of a request body → path of the part within the body.
 WITHIN: Mapping[type[BaseModel], str] = {NativeSampling: "sampling_params"}
-MAPS = {"tunables": tuple(RANGES), "stats": tuple(field.name for field in fields(StepStats))}  # keys of the maps in messages
+MAPS = {"tunables": tuple(RANGES), "stats": tuple(field.name for field in fields(StepStats))}  # map field → its keys
 
 
 class ExampleFleet:

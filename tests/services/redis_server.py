@@ -1,4 +1,4 @@
-"""A real Redis server that a test can kill, restart empty, stop and fill."""
+"""A real Redis server that a test can kill, restart and suspend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rootstock_llm.services.local.plan import redis_argv
 from rootstock_llm.services.local.ports import HOST, free_ports
 from rootstock_llm.services.local.settings import LocalSettings
 
-# By `program`: the bundled server and Debian's Redis.
+# Values of `program` for tests with each of two servers: the bundled one and Debian's Redis.
 EITHER_SERVER = [
     pytest.param("", id="bundled"),
     pytest.param("redis-server", id="debian", marks=pytest.mark.needs("redis-server")),

@@ -178,7 +178,10 @@ async def read(http: aiohttp.ClientSession, url: str, body: bytes, meter: Stream
 
 
 def open_http(api_key: str | None = None, timeout_s: float | None = None) -> aiohttp.ClientSession:
-    """Returns a session without a limit on connections: the load shape limits the requests in flight. Close it after use."""
+    """Returns a session without a limit on connections, because the load shape limits the requests in flight.
+
+    The caller must close the session.
+    """
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"

@@ -68,7 +68,7 @@ async def warm_up(sessions: Sequence[Session], http: aiohttp.ClientSession, endp
 
 @asynccontextmanager
 async def progress_shown(player: Player, planned: int, err: Terminal) -> AsyncIterator[None]:
-    """Shows a progress bar while the block runs, if `err` is a terminal."""
+    """Shows a progress bar while the context is open, if `err` is a terminal."""
     begun = time.perf_counter()
 
     async def show() -> None:
@@ -110,7 +110,7 @@ def parameters_of(args: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 
 def publish(args: argparse.Namespace, target: Target, run: Run) -> report.Summary:
-    """Prints the summary, and appends JSON lines to --output-file."""
+    """Prints the summary, and appends JSON lines to --output-file if it is given."""
     name = datetime.now(UTC).isoformat(timespec="milliseconds")
     parameters = parameters_of(args, target)
     summary = report.summarize(run.outcomes, run.planned, run.duration_s)

@@ -66,7 +66,7 @@ class Player:
         self.outcomes: list[Outcome] = []
 
     async def play(self, session: Session, scheduled_at: float | None) -> None:
-        """Sends the turns in order. After a failed turn, sends no other turn, because its prompt would lack a completion."""
+        """Sends the turns in order. After a failed turn, sends no other turn, because later prompts would lack a completion."""
         dialogue = open_dialogue(session, self._endpoint.chat)
         for turn in session.turns:
             body = self._endpoint.body(dialogue.next_prompt(turn.content), turn.max_tokens)
@@ -124,7 +124,7 @@ class RunningText:
 class TokenIds:
     """A dialogue as a prompt of token ids for /v1/completions.
 
-    It has one turn, because the stream does not contain the completion's ids.
+    The session has only one turn, because a second prompt would need the completion's ids, which the stream does not contain.
     """
 
     def __init__(self, system: tuple[int, ...] | None) -> None:

@@ -42,7 +42,7 @@ def _foot(state: GatewayState) -> str:
 
 
 def _columns(state: GatewayState) -> list[Column]:
-    """Returns the columns: MODEL only if there are several models, ROLE only if a worker prefills or decodes only."""
+    """Returns the columns: MODEL only if there are several models, ROLE only if a worker only prefills or only decodes."""
     optional = [Column("MODEL", lambda w: _cut(w.model, 12), True)] if len({w.model for w in state.workers} - {"-"}) > 1 else []
     optional += [Column("ROLE", lambda w: harmless(w.role), True)] if {w.role for w in state.workers} - {"both", "-"} else []
     return [

@@ -18,8 +18,9 @@ from prometheus_client.registry import Collector
 class Histogram:
     """The bucket counts and the sum of a histogram metric for one set of label values.
 
-    One call adds its observations to the buckets in one step, so a scrape in another thread reads all of them or none. The scrape
-    reads the sum separately. The sum may therefore lack the observations of this call, or include those of later calls.
+    A call of observe() or observe_all() adds its observations to the buckets in one step, so a scrape in another thread reads all
+    of them or none. The scrape reads the sum separately. Compared with the buckets, the sum may therefore lack the observations
+    of the last call, or include those of later calls.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")

@@ -53,7 +53,7 @@ class Span:
         return self._child(name, attributes, SpanKind.INTERNAL, start_ns)
 
     def client(self, name: str, attributes: Attributes | None = None) -> Span:
-        """Starts a child span for a call to another service. The spans of that service become its children."""
+        """Starts a child span for a call to another service. The spans of that service become children of the new span."""
         return self._child(name, attributes, SpanKind.CLIENT, None)
 
     def _child(self, name: str, attributes: Attributes | None, kind: SpanKind, start_ns: int | None) -> Span:

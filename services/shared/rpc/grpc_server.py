@@ -104,7 +104,7 @@ class PortGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has
         """
         self._mtls = mtls
         self._callers = frozenset(caller.value.encode() for caller in callers)
-        self._log_at: dict[str, float] = {}  # time of the next log line by client host
+        self._log_at: dict[str, float] = {}  # by client host: value of time.monotonic() from which it is logged again
         # gRPC calls a stream-stream handler before it reads a message, so this handler can refuse calls of every kind.
         self._no_token = grpc.stream_stream_rpc_method_handler(self._refuse_token)
 

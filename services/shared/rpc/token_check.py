@@ -1,4 +1,4 @@
-"""A gRPC port that accepts only calls with the control token. It refuses other calls before it reads their message."""
+"""A gRPC port that accepts only calls with the control token. It refuses other calls without parsing their message."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 # Renders messages, with or without tools. Returns None if the template fails.
 Render = Callable[[list[Message], bool], str | None]
 
-MAX_TRIES = 128  # small chats that are rendered for one order of roles
+MAX_TRIES = 128  # largest number of small chats that are rendered to find the repairs of one order of roles
 MAX_ORDER = 48  # turns of a small chat; the shortened order is cut to this length
 MAX_ORDERS = 512  # cached orders; also cached spellings
 

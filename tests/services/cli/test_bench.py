@@ -151,7 +151,7 @@ def event(**choice: Any) -> bytes:
 
 
 def test_stream_meter_measures_times_between_chunks() -> None:
-    """Events with only a role, a finish reason or the usage count as no token. A token without text counts."""
+    """An event with only a role, a finish reason or the usage is no chunk. Any other event without text is a chunk."""
     seen = Outcome(scheduled_at=10.0, sent_at=10.0)
     meter = StreamMeter(seen)
     meter.feed(event(delta={"role": "assistant", "content": ""}), 11.0)

@@ -40,7 +40,7 @@ def test_completion_script_contains_every_flag(shell: str) -> None:
     found = {flag for flag in flags if (f"-l {flag[2:]} " in text or f"-s {flag[1:]} " in text or f"'{flag}[" in text)}
     assert found == flags
     assert text.count("'") % 2 == 0
-    if shell == "fish":  # fish offers files for every value without this flag
+    if shell == "fish":  # without -x, fish offers files for every value
         assert "-l workload -x -a 'random" in text and "-l api-key-file -r -F" in text
     for case in text.split(";;") if shell == "zsh" else ():
         positions = re.findall(r"'(\d+):", case.partition("_arguments")[2])
