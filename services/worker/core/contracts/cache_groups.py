@@ -49,5 +49,5 @@ def draft_window_tokens(max_drafts: int) -> int:
 
 
 def window_pages(tokens: int, page_size: int, pages_per_slot: int) -> int:
-    """Returns the largest number of a slot's pages that `tokens` consecutive tokens can be on."""
+    """Returns the largest number of pages of a slot over which `tokens` consecutive tokens can extend."""
     return min(-(-tokens // page_size) + SPARE_PAGES, pages_per_slot)

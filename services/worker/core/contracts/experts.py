@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 class ExpertShape:
     """The sizes of a model's sparse layers. All sparse layers have the same numbers of experts and of chosen experts."""
 
-    layers: tuple[int, ...]  # indices in the model of the sparse layers, rising
+    layers: tuple[int, ...]  # indices of the sparse layers in the model, rising
     num_experts: int  # experts of a layer, without shared experts
     num_chosen: int  # experts that compute a row
 

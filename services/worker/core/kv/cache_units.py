@@ -117,7 +117,7 @@ class CacheUnits:
         return self._fits_at_ends(pool, missing)
 
     def _fits_at_ends(self, pool: UnitPool, missing: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns for each page end whether no page whose unit the next token reads is missing, bool[n] as `missing`."""
+        """Returns for each page end whether no unit that the next token reads is missing, bool[n]. `missing` is by page."""
         if pool is not self.windows or self.slot_windows is None:
             return ~missing
         ends, counts = np.arange(1, len(missing) + 1), np.zeros(len(missing) + 1, dtype=np.int64)
@@ -190,7 +190,7 @@ class CacheUnits:
         return 0 if self.slot_windows is None else self.slot_windows.num_reserved
 
     def num_reserved_of(self, pool: UnitPool) -> int:
-        """Returns the number of units that are reserved for the slots."""
+        """Returns the number of the group's units that are reserved for the slots."""
         return self._states_per_slot * self.num_slots if pool is self.states else self.num_reserved
 
     def begin(self, slot: int, hit: TreeNode, branch: int, num_extend: int) -> tuple[int, I32]:
@@ -246,7 +246,7 @@ class CacheUnits:
     # Steps
 
     def begin_plan(self) -> None:
-        """Frees the states that the previous plan read. Called before the rows of a step are planned."""
+        """Frees or unpins the states that the previous plan read. Called before the rows of a step are planned."""
         if self.slot_states is not None:
             self.slot_states.begin_plan()
 
@@ -319,9 +319,9 @@ class CacheUnits:
     def leave_decode(self, slots: I64, planned: I64, committed: I64, num_pages: I32, num_shared: I32) -> bool:
         """Frees and unpins the window units that decode rows no longer need.
 
-        A row keeps the window before its last page end whose tokens are all committed. One planned token of a row may be in
-        flight; this page end is therefore at most at `planned` - 1. If draft tokens are in flight, it is also at most at
-        `committed`, because they may be rejected.
+        A row keeps the window before the last page end up to which all of its tokens are committed. One planned token of a row
+        may be in flight; this page end is therefore at most at `planned` - 1. If draft tokens are in flight, it is also at most
+        at `committed`, because they may be rejected.
 
         Args:
             slots: int64[n].

@@ -264,7 +264,7 @@ class KVMemory:
         return self.units.hit_end(self.tree.path(namespace, key, end), end // page_bytes) * page_bytes
 
     def forget_empty(self) -> None:
-        """Forgets empty namespaces, and unused pages of retired namespaces.
+        """Forgets empty trees, and frees the unused pages of retired trees.
 
         RadixCache.forget_empty() explains when it may be called.
         """
@@ -482,7 +482,7 @@ class KVMemory:
         self.unit_pins.unpin(index, units.tolist())
 
     def settle_units(self) -> None:
-        """Frees the units that the last plan read. Then unlocked pages have no pinned unit. Called between two plans."""
+        """Frees or unpins the states that the last plan read. Then unlocked pages have no pinned unit. Called between plans."""
         if self.units is not None:
             self.units.begin_plan()
 

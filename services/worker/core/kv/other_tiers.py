@@ -108,7 +108,7 @@ class OtherTiers(Protocol):
         """Returns the number of units of a cache group that running operations write."""
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Begins an import if the lower tiers have more of the prompt than the tree, and reading it is faster than computing it.
+        """Begins an import if another tier or worker has more of the prompt than the tree, and reading is faster than computing.
 
         Returns:
             Whether the request waits for the import.

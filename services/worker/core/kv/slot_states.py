@@ -137,7 +137,7 @@ class SlotStates:
     # Steps
 
     def begin_plan(self) -> None:
-        """Frees the states that the previous plan read. Called before the rows of a step are planned."""
+        """Frees or unpins the states that the previous plan read. Called before the rows of a step are planned."""
         for units in self._leaving:
             self._pool.free(units)
         self._leaving.clear()

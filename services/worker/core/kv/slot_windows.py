@@ -110,7 +110,7 @@ class SlotWindows:
         return np.flatnonzero(first > self._first[slots]).tolist()
 
     def first_to_keep(self, slots: I64, planned: I64, num_pages: I32) -> I64:
-        """Returns for each decode row the first page whose unit its reservation allows it to keep in the next step, int64[n]."""
+        """Returns for each decode row the first page whose unit the row's reservation covers after the next step, int64[n]."""
         after = np.maximum(num_pages[slots], -(-(planned + 1 + self._max_drafts) // self._page_size))
         first: I64 = after - self._decode_pages
         return first

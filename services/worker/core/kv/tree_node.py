@@ -16,7 +16,7 @@ class TreeNode:
     """A node of the radix tree, with the edge that leads to it."""
 
     parent: TreeNode | None  # None for a root. It stays set after the node's eviction, so that unhold() can follow the path.
-    key: bytes  # tokens of the edge as bytes; the namespace for a root
+    key: bytes  # tokens of the edge as bytes; the tree's name for a root
     pages: I32  # int32[n], one for each page of tokens in `key`
     depth: int  # pages from the root to the end of this node
     children: dict[bytes, TreeNode] = field(default_factory=dict)

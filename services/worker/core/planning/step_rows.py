@@ -35,7 +35,7 @@ MIN_PACED_SHARE = 32  # paced_chunk() returns at least 1/32 of chunked_prefill_s
 FADES = 0.7  # factor of earlier measurements when a new one is added
 OUTLIER = 4.0  # a time above this multiple of the average counts as this multiple
 BUCKETS = 32  # classes of decode steps, by the bit length of the number of rows
-MOST_TOKENS = 1 << 30  # value of a budget without a limit, in tokens
+MOST_TOKENS = 1 << 30  # largest number of steps or tokens that ChunkPace returns
 T = TypeVar("T", bound=np.generic)
 _NONE: I32 = np.empty(0, dtype=np.int32)
 _NO_SLOTS: NDArray[np.int64] = np.empty(0, dtype=np.int64)

@@ -120,7 +120,7 @@ class RequestLifecycle:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there are tiers below the device, so that requests may wait for imports."""
+        """Whether requests may wait for imports from lower tiers or other workers."""
         return self._tiers is not None
 
     @property
@@ -159,7 +159,7 @@ class RequestLifecycle:
         assert self._adds_up, "each request is in one queue"
 
     def begin_import(self, request: Request) -> bool:
-        """Moves a waiting request to the imports if reading more of its prefix from other tiers is faster than computing it.
+        """Moves a waiting request to the imports if other tiers or workers have more of its prefix and reading it saves time.
 
         Returns:
             Whether the request has left the waiting queue.

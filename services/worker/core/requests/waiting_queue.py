@@ -223,7 +223,7 @@ class _Hit:
     """The prefix hit of a waiting request."""
 
     request: Request
-    node: TreeNode | None  # tree node in which the hit ends; None: the tree has no node for the namespace
+    node: TreeNode | None  # tree node in which the hit ends; None: the request's namespace has no tree
     num_tokens: int
     later: bool  # an earlier waiting request has the same uncached prefix and will compute it
 

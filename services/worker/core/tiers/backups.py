@@ -38,7 +38,7 @@ class _BackUp:
     """A running copy of device pages to the host."""
 
     operation: PageOperation
-    first: int  # index of the first copied page in the path from the tree's root to `offered`
+    first: int  # index of the first copied page in the path from the tree's root to `offered`; 0 for units
     offered: TreeNode  # node of the queue whose path is copied
     node: TreeNode  # node of this path with the copied pages; pinned until the copy ends
     memory: KVMemory

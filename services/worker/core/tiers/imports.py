@@ -3,7 +3,7 @@
 - Imported pages are published in the radix tree, and pinned until their request is admitted or ends. The request computes the
   pages that were not imported.
 - If several requests wait for a page, one operation reads it for all of them. Pages in the tree are not read.
-- A request stops waiting when computing the other pages would be faster, or when no device pages are available. Its running
+- A request stops waiting when computing the missing pages would be faster, or when no device pages are available. Its running
   operations continue. Their pages stay quarantined until the facts arrive, and are then published for other requests.
 - Pins are released when running requests need pages.
 - With cache groups, a request has a page end as its target (unit_reads.py). It reads the missing pages up to the target, and then

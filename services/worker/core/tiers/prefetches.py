@@ -2,7 +2,7 @@
 
 Imported pages are pinned for the request that will arrive with the prompt. If a read returns fewer pages than requested, the
 prefetch reads no further pages, and the request reads or computes them. A prefetch ends when its request arrives or is cancelled,
-when its gateway stream ends, and `hold_s` seconds after its last message. Tiers is the owner.
+when its gateway stream ends, or `hold_s` seconds after its last message. Tiers is the owner.
 """
 
 from __future__ import annotations

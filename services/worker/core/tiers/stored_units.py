@@ -35,7 +35,7 @@ class StoredEnd:
 
 @dataclass(frozen=True, slots=True)
 class PathCopy:
-    """The pages and units of a path that lower tiers may have, within the share of one prompt."""
+    """The pages and units of a path that are copied to lower tiers, at most the share of one prompt."""
 
     num_pages: int  # number of the path's first pages
     units: tuple[StoredUnit, ...]  # units of the page ends, beginning with the last page end
