@@ -6,7 +6,7 @@ The names contain the units. The ranges of sampling parameters are in services/s
 from __future__ import annotations
 
 MAX_N = 128  # choices of one request
-MAX_BATCH_PROMPTS = 1024  # prompts of one completions request
+MAX_BATCH_PROMPTS = 1024  # prompts of one request times its choices; also texts of one request
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -43,7 +43,7 @@ MAX_TOOLS = 512  # per request
 MAX_TOOL_NAME_CHARS = 256
 MAX_CALLS = 512  # tool calls of a completion that reach the client
 MAX_SESSION_ID_CHARS = 256
-MAX_STORED_ID_CHARS = 128  # ids of responses, conversations and items
+MAX_STORED_ID_CHARS = 128  # ids of responses, conversations, items, files and batches
 MAX_RECORD_BYTES = 8 << 20  # size of a stored response or conversation
 MAX_BACKGROUND_BYTES = 32 << 20  # stored state of a running background response
 MAX_BACKGROUND_STREAMS = 1024  # open streams of background responses per gateway
@@ -79,7 +79,7 @@ SMALL_BODY_POOL_BYTES = 32 << 20  # total size of the small bodies in a gateway
 MAX_JSON_VALUES = 2 << 20  # values in a body, counted as commas and opening brackets, also in strings
 MAX_JSON_DEPTH = 200  # nesting of a body; documents that the server builds from a body may be a few levels deeper
 JSON_VALUE_BYTES = 40  # assumed memory of a parsed JSON value: a token id in a list
-BODY_STEP_BYTES = 1 << 20  # step in which the body budget grows for a body without Content-Length
+BODY_STEP_BYTES = 1 << 20  # step in which the reservation of a large body without Content-Length grows
 MAX_WAITING_BODIES = 128  # bodies that wait for memory of a pool; each uses at most the read buffer of its connection
 MAX_MESSAGE_BYTES = 64 << 20  # size of one gRPC message
 MAX_CHAT_MESSAGES = 4096

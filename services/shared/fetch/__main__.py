@@ -16,9 +16,10 @@ Environment:
   CA_FILE          PEM file with certificate authorities to trust in addition to the system's
   HTTPS_PROXY, HTTP_PROXY, NO_PROXY
   HF_ENDPOINT, HF_TOKEN
-  AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or AWS_ROLE_ARN and
-                   AWS_WEB_IDENTITY_TOKEN_FILE; without credentials, requests are not signed
-  GCS_ENDPOINT
+  AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_STS, AWS_REGION
+  AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or AWS_ROLE_ARN and AWS_WEB_IDENTITY_TOKEN_FILE
+                   without these credentials, requests are not signed
+  GCS_ENDPOINT, GCE_METADATA_HOST
   GCS_KEY          JSON key of a service account; if unset, the token comes from the metadata server of the node
   FETCH_PATIENCE_S seconds without progress after which a download fails (300)
   FETCH_REPORT_S   seconds between two progress lines (5)
