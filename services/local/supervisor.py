@@ -168,7 +168,7 @@ class Supervisor:
         child.start()
 
     async def stop(self) -> None:
-        """Sends SIGTERM to all children, and SIGKILL to those that run after STOP_S seconds. Returns when all have ended."""
+        """Sends SIGTERM to all children, and SIGKILL to each child that still runs after STOP_S. Returns when all have ended."""
         for child in self.children:
             child.signal(signal.SIGTERM)
         deadline = asyncio.get_running_loop().time() + STOP_S

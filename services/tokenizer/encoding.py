@@ -125,7 +125,7 @@ class EncodeQueue:
     def _take(self) -> list[Waiting]:
         """Removes and returns the first waiting jobs that fit into one call, or [] if none waits. Drops cancelled jobs.
 
-        A job that is too large for a call is returned alone.
+        If the first job exceeds the limits of a call, the result is only this job.
         """
         batch: list[Waiting] = []
         texts = chars = 0

@@ -375,7 +375,7 @@ def test_part_over_the_time_limit_is_killed_with_all_child_processes(tmp_path: P
     assert result.outcome["figures"] == {"a": {"value": 1.0}}, "the figures that were measured before the limit must be stored"
 
 
-def test_check_stops_at_its_total_time_limit(tmp_path: Path) -> None:
+def test_check_stops_at_the_time_limit_of_all_parts(tmp_path: Path) -> None:
     """A part that the check's own limit ends is not reported as timed out. A part without enough time does not start."""
     slow = script(
         tmp_path, "slow", outcome_script({"a": {"value": 1.0}}, "import time\nopen('there', 'w')\ntime.sleep(600)"), limit_s=300

@@ -13,7 +13,7 @@ def test_page_lists_types_of_every_process() -> None:
     assert len([name for row in rows() for name in row.types]) > 40
 
 
-def test_types_are_defined_in_the_files_of_their_row() -> None:
+def test_types_are_defined_in_the_files_of_the_same_row() -> None:
     missing = []
     for row in rows():
         defined = {name for file in row.files for name in _classes(file)}

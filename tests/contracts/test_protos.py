@@ -29,7 +29,7 @@ def test_every_sampling_field_has_presence() -> None:
         assert field.is_repeated or field.has_presence, field.name
 
 
-def test_enums_of_the_core_equal_those_of_the_messages() -> None:
+def test_enums_of_the_core_equal_the_enums_of_the_messages() -> None:
     from rootstock_llm.services.worker.core.contracts.messages import ErrorCode, FinishReason
 
     assert {f"FINISH_REASON_{r.name}": r.value for r in FinishReason} == dict(common_pb2.FinishReason.items()[1:])

@@ -1,4 +1,4 @@
-"""docs/reference/sglang-settings.md has a row for each worker setting that SGLang also has, and no other rows."""
+"""docs/reference/sglang-settings.md lists each setting that SGLang also has, and the reason of each difference."""
 
 from __future__ import annotations
 

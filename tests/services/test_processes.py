@@ -67,7 +67,7 @@ worker.main()
 """
 
 
-def test_worker_sends_load_reports_before_it_is_ready() -> None:
+def test_worker_that_is_not_ready_sends_load_reports() -> None:
     """Without load reports, a gateway would count the worker as lost, although it may have sent requests to the worker."""
     port, metrics_port = free_ports(2)
     flags = ["--model", str(DEMO), "--port", str(port), "--metrics-port", str(metrics_port), "--host", HOST, *FLAGS["worker"]]

@@ -19,7 +19,7 @@ from redis.exceptions import ReadOnlyError, RedisError
 
 # Parameters of a rediss:// URL that are supported.
 TLS_QUERY = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs"}
-# Parameters that this client sets itself. A URL must not have them.
+# Parameters that this client sets, so that a URL must not have these parameters.
 RESERVED = {"decode_responses", "encoding", "protocol", "socket_timeout", "socket_connect_timeout", "retry_on_timeout"}
 
 

@@ -121,7 +121,7 @@ def byte_ids(tokenizer: HfTokenizer, data: bytes) -> list[int]:
 
 @pytest.mark.by_day(one_in=2, seed=2)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_bytes_are_buffered_only_while_they_may_begin_a_character(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
+def test_only_bytes_that_may_begin_a_character_are_buffered(tokenizers: dict[str, HfTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     steps = {
         "four-byte character": ("😀".encode(), ["", "", "", "😀"]),

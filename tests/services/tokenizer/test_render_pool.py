@@ -128,7 +128,7 @@ def test_pool_reports_busy_when_a_replacement_process_does_not_start(monkeypatch
     asyncio.run(run())
 
 
-def test_rendering_process_has_its_own_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendering_process_has_a_separate_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux divides CPU time between sessions first, so a process in a busy session could exceed the time limit of a start."""
     started: list[asyncio.subprocess.Process] = []
 
