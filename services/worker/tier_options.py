@@ -71,12 +71,12 @@ def _redis_options(settings: WorkerSettings) -> TierOptions:
     url, file = settings.hicache_storage_url, settings.hicache_storage_secret_file
     if not (url and file):
         raise ValueError("--hicache-storage-backend redis needs --hicache-storage-url and --hicache-storage-secret-file")
-    address = _address_of(url)
+    address = _address_of("--hicache-storage-url", url)
     try:
         page_client(url).close()
     except ValueError as error:
         raise ValueError(f"--hicache-storage-url: {error}") from None
-    if settings.redis_url and address == _address_of(settings.redis_url):
+    if settings.redis_url and address == _address_of("--redis-url", settings.redis_url):
         raise ValueError("--hicache-storage-url is the prefix index's Redis, which pages of KV would fill. Use another Redis")
     try:
         found = Path(file).read_bytes()
@@ -91,11 +91,11 @@ def _redis_options(settings: WorkerSettings) -> TierOptions:
     return _options(settings, open_store, blake2b(found, digest_size=SECRET_BYTES).digest())
 
 
-def _address_of(url: str) -> tuple[str, int]:
-    """Returns the host (or the path of a socket) and the port of a Redis URL. Raises ValueError for another URL."""
+def _address_of(flag: str, url: str) -> tuple[str, int]:
+    """Returns the host (or the path of a socket) and the port of a flag's Redis URL. Raises ValueError for another URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("--hicache-storage-url is not a redis:// or rediss:// URL")
+        raise ValueError(f"{flag} is not a redis://, rediss:// or unix:// URL")
     return parts.hostname or parts.path, parts.port or REDIS_PORT
 
 
