@@ -90,6 +90,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Several test processes share a core, so a waiting OpenMP thread must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOGC", "400")  # Helm's engine is written in Go. By default, a quarter of its time is garbage collection.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # tests serve gRPC and start processes; see services/local/__init__.py
 gc.disable()  # until collection ends: objects of imports and parameters are never freed, so garbage collection only costs time
 settings.register_profile("no test asserts on time", deadline=None)

@@ -122,9 +122,14 @@ def _loaded(chart: Path) -> helm.Chart:
 
 def refusal(values: Values, name: str = NAME) -> str:
     """Returns the message with which the schema or the templates refuse these values; "" if `helm install` accepts them."""
+    return _refusal(json.dumps(values), name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _refusal(values: str, name: str) -> str:
     try:
-        _loaded(CHART).validate_schema(merged(INSTALLABLE, values))
-        render(values, name=name)
+        _loaded(CHART).validate_schema(merged(INSTALLABLE, json.loads(values)))
+        render(json.loads(values), name=name)
     except helm.HelmError as error:
         return str(error)
     return ""

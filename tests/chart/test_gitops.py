@@ -53,6 +53,7 @@ GITOPS_VALUES = [
 ]
 
 
+@pytest.mark.by_day(one_in=4)
 @pytest.mark.parametrize("values", GITOPS_VALUES)
 def test_two_renderings_are_equal_when_the_values_name_the_secrets(values: dict[str, Any]) -> None:
     """Argo CD renders without a cluster, so generated passwords would differ in each rendering."""

@@ -186,6 +186,7 @@ def test_kv_pool_of_prefill_workers_is_checked_with_their_own_settings() -> None
     assert "model demo: worker.prefill: no page of KV fits" in refusal(values)
 
 
+@pytest.mark.by_day(one_in=3)
 @pytest.mark.parametrize(
     "resource",
     [

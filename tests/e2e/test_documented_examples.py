@@ -15,11 +15,8 @@ import pytest
 
 from tests.e2e.system import System
 
-# Operation → permitted refusal. A model may give no vectors, a batch or response may end before it is cancelled, and a file may
-# be in use.
+# Operation → permitted refusal. A batch or response may end before it is cancelled, and a file may be in use.
 ELSE_THAN_200 = {
-    "post /v1/embeddings": (400, "unsupported_model"),
-    "post /encode": (400, "unsupported_model"),
     "post /v1/batches/{batch_id}/cancel": (409, "batch_not_cancellable"),
     "post /v1/responses/{response_id}/cancel": (400, "unsupported_operation"),
     "delete /v1/files/{file_id}": (409, "file_in_use"),

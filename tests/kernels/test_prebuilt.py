@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ def test_list_of_runnable_variants_begins_with_the_best_variant() -> None:
 
 def test_list_of_runnable_variants_is_empty_when_the_cpu_lacks_the_baseline() -> None:
     assert runnable("x86_64", frozenset({"sse2"})) == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS))
+        yield
 
 
 @pytest.fixture(scope="module")
