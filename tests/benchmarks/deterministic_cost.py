@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
-from tests.benchmarks.cpu_decode import PAGE_SIZE, build_model, run_ours
+from tests.benchmarks.cpu_decode import PAGE_SIZE, build_model, prompts, run_ours
 from tests.benchmarks.intervals import interval
 from tests.exec.driver import Driver
 
@@ -42,14 +42,14 @@ def main() -> None:
             made = DeviceOptions(device="cpu", num_threads=options.threads, max_tokens=CHUNK_TOKENS + 64, deterministic=mode)
             executor, _ = build_device_executor(folder, "auto", PAGE_SIZE, MAX_SLOTS, pages, 0.5, None, made, print)
             drivers[mode] = Driver(executor, PAGE_SIZE)
-            run_ours(drivers[mode], 1, 32, 4, CHUNK_TOKENS)
+            run_ours(drivers[mode], prompts(1, 32).tolist(), 4, CHUNK_TOKENS)
     for batch, num_in, num_out in loads:
         whole: list[float] = []
         prefill: list[float] = []
         for number in range(options.pairs):
-            timings = {}
+            timings, texts = {}, prompts(batch, num_in).tolist()
             for mode in (False, True) if number % 2 else (True, False):
-                timings[mode] = run_ours(drivers[mode], batch, num_in, num_out, CHUNK_TOKENS)
+                timings[mode] = run_ours(drivers[mode], texts, num_out, CHUNK_TOKENS)
             on, off = timings[True], timings[False]
             whole.append((on.prefill_s + on.decode_s) / (off.prefill_s + off.decode_s))
             prefill.append(on.prefill_s / off.prefill_s)

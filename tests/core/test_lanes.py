@@ -13,7 +13,7 @@ READ_S, COMPUTE_S = 3.0, 4.0  # seconds per page
 
 
 class TestLate:
-    def test_pages_after_a_late_import_do_not_prolong_it_when_no_request_waits(self) -> None:
+    def test_late_import_is_given_up_when_no_request_waits_for_the_pages_after_it(self) -> None:
         """The first operation is late, so the request stops waiting.
 
         Pages after the second operation would justify a longer wait, but only for a waiting request. So the same call also marks

@@ -350,9 +350,9 @@ def test_units_of_a_page_end_are_pinned_together_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("kinds", KINDS)
 def test_reservation_that_grows_pins_its_units_once(kinds: str) -> None:
-    """The second request has a prefix hit of all its pages, so that its reservation opens with these pages and the units.
+    """Both requests have the same prompt, so the reservation of the second one pins all cached pages and their units at once.
 
-    The handover opens the reservation again with the same pages and units.
+    The handover pins the same pages and units once more. They must be counted once.
     """
     pair = pair_of(kinds)
     for handle in range(2):

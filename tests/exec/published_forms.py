@@ -6,7 +6,7 @@ Form.encode returns the tensors of one module, and the elements float32[N, K] th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ class Form:
     config: dict[str, Any]  # quantization_config
     scheme: str  # LoadedInfo.quantization
     becomes_float: bool = False  # whether the worker stores the weights in the model's dtype instead of as codes
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def grouped(weight: Tensor, group: int) -> Tensor:

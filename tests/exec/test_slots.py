@@ -89,7 +89,7 @@ def test_sampling_reaches_exactly_the_allowed_tokens(kernels: SampleKernels, par
 
 
 @on_both_by_night
-def test_mask_applies_to_only_one_row_of_a_mixed_batch(kernels: SampleKernels) -> None:
+def test_each_mask_applies_only_to_its_row_of_a_mixed_batch(kernels: SampleKernels) -> None:
     rows = [GREEDY, GREEDY, replace(GREEDY, banned_token_ids=(99,)), GREEDY, replace(GREEDY, presence_penalty=1.0)]
     result = sample(kernels, rows, {3: mask(12), 1: mask(70, 8)})
     assert result.tokens.tolist() == [99, 70, 98, 12, 99]

@@ -193,7 +193,7 @@ def test_experts_equal_the_twin_when_all_rows_use_one_expert(kernels: CpuKernels
     assert_close(case.computed(kernels), case.expected())
 
 
-def test_experts_accept_their_input_as_the_output(kernels: CpuKernels) -> None:
+def test_experts_can_write_their_output_over_their_input(kernels: CpuKernels) -> None:
     case = case_of(random.Random(9), torch.bfloat16, experts=4, inner=48, width=130, rows=20, choices=2)
     packed, expected = case.packed(kernels), case.computed(kernels)
     kernels.experts(case.x, case.x, case.ids, case.weights, packed)

@@ -99,7 +99,7 @@ def case(
     rows, num_pages = ragged(shapes, page_size)
     keys = filled_pool(rows, (num_pages, heads[1], page_size, dims[0]), dtype, 10)
     values = filled_pool(rows, (num_pages, heads[1], page_size, dims[1]), dtype, 50)
-    for row, start in enumerate(rows.starts.tolist() if window else ()):  # another request may have these pages
+    for row, start in enumerate(rows.starts.tolist() if window else ()):  # pages before the window, which another request may use
         left = rows.page_table[int(rows.slots[row]), : max(start - window + 1, 0) // page_size].long()
         keys[left], values[left] = torch.nan, torch.nan
     tokens = int(rows.num_tokens.sum())
@@ -428,7 +428,7 @@ def test_plans_have_enough_programs_to_fill_the_device() -> None:
     many = plan_decode(shape, 0, 256, 40960, 132)
     assert (many.splits, many.extra, many.programs) == (1, 132, 388 * 8)  # rows get splits in proportion to their lengths
     assert plan_decode(shape, 0, 2, 40960, 132).extra == 126, "a row has at most 64 splits"
-    assert plan_decode(shape, 0, 64, 200, 132).extra == 1, "one kernel serves all lengths"
+    assert plan_decode(shape, 0, 64, 200, 132).extra == 1, "rows without long contexts are not split"
     assert retiled(shape, many, many.blocks, 2, 256).programs == 256 * 8
     assert plan_decode(shape, 0, 1, 300, 132).splits == 2  # each split but the last has at least 256 positions
     assert plan_decode(shape, 0, 1, 1 << 20, 132).splits == 64

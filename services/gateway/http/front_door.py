@@ -65,7 +65,7 @@ class FrontDoor:
 
         Args:
             routes: Paths of the OpenAPI document, by which responses are counted.
-            retry_after_s: Returns the smallest Retry-After of a 503 in seconds, from the current length of the queue.
+            retry_after_s: Returns the smallest Retry-After of a 503 or 529 in seconds, from the current length of the queue.
             forms: Form of errors by path, if it differs from OpenAI's.
             pages: Paths of HTML pages. They need no API key, because a browser sends none.
         """

@@ -94,7 +94,7 @@ def numerics(name: str, device: torch.device, dtype: torch.dtype, context_len: i
 
     It is a digest of:
 
-    - the model's dtype and torch's version, which decides the tables of angles
+    - the model's dtype and torch's version, because torch computes the cosines and sines of the rotary embedding
     - for C++ kernels: their machine code, the CPU's instruction sets and the C library, which computes logarithms
     - for Triton kernels: their sources, the compiler, the GPU, and context and page size, which decide where keys are split
     """

@@ -77,7 +77,7 @@ def test_stored_pages_have_a_fixed_size_and_an_expiry_time(server: RedisServer) 
 
 
 def test_store_ignores_keys_of_another_version(server: RedisServer) -> None:
-    """Version 1 had page keys of 32 bytes. A store that read its news as keys of 40 bytes would get wrong page keys."""
+    """Version 1 had page keys of 32 bytes. A store that read version 1's news as keys of 40 bytes would get wrong page keys."""
     older = f"pages:{IDENTITY[:16].hex()}:"
     server.client.set(f"{older}p:".encode() + bytes(32), bytes(PAGE), px=60_000)
     server.client.xadd(f"{older}news", {"h": ""})

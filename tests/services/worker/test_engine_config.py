@@ -19,7 +19,7 @@ from tests.contracts.test_worker_defaults import COMPUTED
 
 SETTINGS = resolved(of_values(WorkerSettings, {}), None)
 INFO = LoadedInfo("fake", 4096, 1000, (2,), num_pages=64, page_size=16, dtype="none", weight_bytes=0, kv_bytes_per_token=0)
-FROM_EXECUTOR = ("context_len", "page_size")  # determined by the executor, within the settings
+FROM_EXECUTOR = ("context_len", "page_size")  # values that the executor returns (LoadedInfo), not the settings
 NAMES = sorted({*COMPUTED, *FROM_EXECUTOR, "schedule_policy"})  # the remaining fields are plain copies and need no test each
 
 

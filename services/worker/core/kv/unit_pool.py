@@ -87,7 +87,7 @@ class UnitPool:
         self.quarantined.difference_update(units.tolist())
 
     def own(self, unit: int, node: TreeNode, page: int) -> None:
-        """Gives a unit that is in no other state to a page of the tree. `page` is the page's index in the node."""
+        """Gives an allocated unit that no page owns to a page of the tree. `page` is the page's index in the node."""
         assert self._owners[unit] is None and node.units[self.index][page] == NO_UNIT, "a page has at most one unit"
         self._owners[unit], node.units[self.index][page] = node, unit
         self.num_owned += 1
@@ -131,7 +131,7 @@ class UnitPool:
         self._needed[unit] = True
 
     def are_needed(self, units: I32) -> NDArray[np.bool_]:
-        """Returns for each element of int32[n] whether it is an owned unit that need() has marked. NO_UNIT is none."""
+        """Returns for each element of int32[n] whether need() has marked this unit; False for NO_UNIT."""
         found: NDArray[np.bool_] = (units != NO_UNIT) & self._needed[units]
         return found
 

@@ -204,7 +204,9 @@ class DraftController:
         return right
 
     def _choice(self, bucket: int, slots: I64, most: I64) -> int:
-        """Returns the index of the number of draft tokens with the most output tokens per second.
+        """Returns the index in `_choices` of the number of draft tokens that gives the most output tokens per second.
+
+        The previous choice is kept if another one is not clearly faster (MARGIN).
 
         A number whose cost is unknown is tried first, unless the drafter probably proposes nothing (see PROBABLY_EMPTY).
         """

@@ -44,7 +44,7 @@ class _BackUp:
     memory: KVMemory
     # Blocks with a token in the copied pages that TierBlocks does not know yet; for units, the marks of the path's page ends.
     blocks: list[TierBlock]
-    path_keys: Sequence[bytes]  # keys of the pages and parts of the whole path, in the order of a PathCopy
+    path_keys: Sequence[bytes]  # PathCopy.keys: the copied pages' keys, each followed by the keys of the parts of its units
     counts: bool = True  # whether the host tier caches the copied pages when the copy ends; False: it frees them
     forgotten: bool = False  # whether the tree drops the device pages when the copy ends
 

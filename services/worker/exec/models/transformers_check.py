@@ -213,7 +213,7 @@ class Probe:
         if not isinstance(mask, MaskDescription):
             raise UnsupportedModel(f"{name} computes its attention mask without transformers' mask functions")
         if not mask.is_causal_window(self.context_len):
-            raise UnsupportedModel(f"{name} needs a mask other than a causal mask with or without a sliding window")
+            raise UnsupportedModel(f"the attention mask of {name} is neither causal nor causal with a sliding window")
         return mask.window
 
     def ordered(self) -> Sequence[LayerKV]:
@@ -349,7 +349,7 @@ def short_trial(vocab_size: int, context_len: int) -> Trial:
 
 
 def long_trial(config: Any, context_len: int) -> Trial:
-    """Returns the trial whose prompt is longer than each boundary of the config, or as long as the context."""
+    """Returns the trial whose prompt is longer than each boundary of the config up to LONGEST, or as long as the context."""
     boundaries = tuple(sorted({size for _, size in named_sizes(config) if size <= LONGEST and size < context_len}))
     tokens = min(context_len, max((LONGER, *(size + BEYOND for size in boundaries))))
     return Trial(_prompts(int(config.vocab_size), tokens, 3), tokens // 2 - 1, boundaries, AGREEING)

@@ -36,7 +36,7 @@ REPLY_S = 1.0  # seconds; a reply must arrive at most this long after its order'
 
 
 class NoAreaLeft(OSError):
-    """Raised if MAX_STAGING_AREAS memory areas are in use."""
+    """Raised if MAX_STAGING_AREAS memory areas are in use or failed."""
 
 
 class SharedMemory:
@@ -58,7 +58,7 @@ class SharedMemory:
 
 
 class CarriedArea:
-    """A memory area that remote workers read through NIXL, or into which reads through NIXL write. Belongs to one thread.
+    """A memory area that remote workers read through NIXL, or that receives what this worker reads. Belongs to one thread.
 
     close() fills the memory with zeros and returns it to the Carrier.
     """
@@ -159,7 +159,7 @@ class Carrier:
             deadline: end of the wait for the carrier process.
 
         Raises:
-            NoAreaLeft: MAX_STAGING_AREAS areas are in use.
+            NoAreaLeft: MAX_STAGING_AREAS areas are in use or failed.
             OSError: the carrier process has refused the memory, or has ended.
         """
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -203,7 +203,7 @@ class Carrier:
         """Returns free memory, or allocates memory. Sends its descriptor and the socket `line` to the carrier process.
 
         Raises:
-            NoAreaLeft: MAX_STAGING_AREAS areas are in use.
+            NoAreaLeft: MAX_STAGING_AREAS areas are in use or failed.
             OSError: the carrier process has ended.
         """
         with self._lock:

@@ -141,7 +141,7 @@ def test_watchdog_reports_a_hang_once_and_the_recovery_once() -> None:
     assert reports == ["hang", "recover"]
 
 
-def test_watchdog_waits_for_an_operation_until_the_deadline() -> None:
+def test_watchdog_counts_the_limit_from_the_deadline_of_a_running_command() -> None:
     now = 0.0
     reports: list[str] = []
     pulse = Pulse(lambda: now)
