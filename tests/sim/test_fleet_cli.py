@@ -75,7 +75,9 @@ def test_flags_change_the_routing_and_the_fleet_and_the_scheduler(trace: Path, c
     assert killed["resumed"] > 0 and killed["finished"] == 30
 
 
-def test_prefill_workers_flag_simulates_each_policy_with_and_without_prefill_roles(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefill_workers_flag_simulates_each_policy_with_and_without_prefill_roles(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = [str(trace), *SMALL, "--prefill-workers", "1", "--disaggregation-min-tokens", "64"]
     reports = run_json(capsys, *argv)
     assert set(reports) == {"prefix_aware", "round_robin", "prefix_aware, no roles", "round_robin, no roles"}
