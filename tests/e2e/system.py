@@ -21,6 +21,7 @@ from rootstock_llm.services.local.plan import Part, num_ports, parts, state_fold
 from rootstock_llm.services.local.ports import HOST, free_ports
 from rootstock_llm.services.local.settings import LocalSettings
 from rootstock_llm.services.local.supervisor import Child
+from tests.night import NIGHTLY
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -29,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "demo": {},
     "demo-hybrid": {"model": str(DEMO.parent / "demo-hybrid"), "served_model_name": "demo", "max_total_tokens": 16_384},
 }
+CHOSEN_MODELS = [*MODELS] if NIGHTLY else ["demo"]  # by day, test_cache_groups.py covers the second model
 START_S = 240.0
 
 

@@ -18,7 +18,7 @@ import pytest
 from rootstock_llm.services.worker.settings import WorkerSettings
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
 from tests.e2e.plain_answers import PlainAnswers
-from tests.e2e.system import MODELS, System, wait_until
+from tests.e2e.system import CHOSEN_MODELS, MODELS, System, wait_until
 from tests.exec.remote_kv.certificates import Authority
 from tests.night import NIGHTLY
 
@@ -119,7 +119,7 @@ def test_decode_worker_reads_each_whole_page_once_over_tls(tmp_path: Path) -> No
         assert prefill == sum(len(body["prompt"]) for body in asked)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=CHOSEN_MODELS)
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder, more = tmp_path_factory.mktemp("fleet"), MODELS[request.param]
     with separate_system(folder, 1, 2, "--disaggregation-hold-s 2", gateways=2, **more) as system:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from rootstock_llm.services.local.ports import free_ports
-from tests.e2e.system import MODELS, System, wait_until
+from tests.e2e.system import CHOSEN_MODELS, MODELS, System, wait_until
 from tests.e2e.test_prefill_decode import PAGE, bodies, ids_of, is_idle, is_ready, separate_system, workers
 from tests.night import NIGHTLY
 
@@ -95,7 +95,7 @@ class Fleet:
         self._clients.shutdown(cancel_futures=True)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=CHOSEN_MODELS)
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     flags = f"--disaggregation-hold-s {HOLD_S} --chunked-prefill-size 64"
     more = {"gateways": 2, "admin_port": free_ports(1)[0], **MODELS[request.param]}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.mixed_asks import KINDS, ask_all, asks_of, essence, hot, repeated
 from tests.e2e.plain_answers import PlainAnswers
-from tests.e2e.system import MODELS, System
+from tests.e2e.system import CHOSEN_MODELS, MODELS, System
 from tests.night import NIGHTLY
 
 CROWD = "--retract-interval 7 --enable-priority-scheduling --chunked-prefill-size 64 --max-running-requests 10"
@@ -26,7 +26,7 @@ def read_from(system: System) -> tuple[float, float]:
     return system.metric("worker-0", "sglang:load_back_tokens_total"), system.metric("worker-0", "sglang:prefetched_tokens_total")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", CHOSEN_MODELS)
 def test_mixed_requests_get_bitwise_equal_results_from_every_tier(
     tmp_path: Path, plain_answers: PlainAnswers, model: str
 ) -> None:
