@@ -206,21 +206,22 @@ def measure() -> None:
     print(f"| the same, passes after it | {later:.1f} |")
 
 
-def measured_by(checkout: Path) -> dict[str, float]:
-    """Runs this benchmark in another checkout and returns the microseconds by the name of the printed row."""
+def measured_by(checkout: Path) -> list[tuple[str, float]]:
+    """Runs this benchmark in another checkout. Returns the name and the microseconds of each printed row."""
     command = [str(checkout / ".venv/bin/python"), "-m", "tests.benchmarks.core_scheduler"]
     printed = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout
     rows = [line.strip("| ").split(" | ") for line in printed.splitlines()[2:]]
-    return {what: float(us) for what, us in rows}
+    return [(what, float(us)) for what, us in rows]
 
 
 def compare(other: Path, pairs: int) -> None:
+    """Compares both checkouts row by row. Both must print the same rows in the same order; the names of rows may differ."""
     ratios: dict[str, list[float]] = {}
     for number in range(pairs):
         order = (other, ROOT) if number % 2 else (ROOT, other)
         measured = {checkout: measured_by(checkout) for checkout in order}
-        for what, us in measured[ROOT].items():
-            ratios.setdefault(what, []).append(us / measured[other][what])
+        for (what, us), (_, others) in zip(measured[ROOT], measured[other], strict=True):
+            ratios.setdefault(what, []).append(us / others)
     print(f"| what | this / other, {pairs} pairs |\n| --- | --- |")
     for what, values in ratios.items():
         low, high = interval(values)
