@@ -230,10 +230,12 @@ def _state_columns(rows: StepRows) -> tuple[I32, I32, I32, I32, I32]:
 
 def _routed_columns(rows: StepRows, columns: SlotColumns) -> tuple[I32, I32]:
     """Returns the plan's columns routed_rows and routed_offsets."""
-    decodes = np.flatnonzero(columns.returns_experts[rows.decode_slots]) + len(rows.extends)
-    offsets = np.zeros(len(decodes), dtype=np.int32)
+    (decodes,) = columns.returns_experts[rows.decode_slots].nonzero()
+    if not rows.routed and not len(decodes):
+        return _NONE, _NONE
+    decodes = (decodes + len(rows.extends)).astype(np.int32)
     extends = [row for row, _ in rows.routed]
-    return _before(extends, decodes.astype(np.int32)), _before([offset for _, offset in rows.routed], offsets)
+    return _before(extends, decodes), _before([offset for _, offset in rows.routed], np.zeros_like(decodes))
 
 
 def _joined(rows: Sequence[I32]) -> I32:
