@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import time
@@ -79,6 +80,17 @@ class RedisServer:
             yield
         finally:
             self._process.send_signal(signal.SIGCONT)
+
+    def lose_folder(self) -> None:
+        """Deletes the folder of the persistent files. The server then cannot save, and refuses writes like on a full disk."""
+        assert self._folder is not None
+        shutil.rmtree(self._folder)
+        self.client.config_set("save", "3600 1")
+        self.client.bgsave()
+        deadline = time.monotonic() + 10
+        while self.client.info("persistence")["rdb_last_bgsave_status"] == "ok":
+            assert time.monotonic() < deadline, "the snapshot did not fail"
+            time.sleep(0.02)
 
     def block_keys(self) -> dict[bytes, set[bytes]]:
         """Returns the owner fields by block hash. Scans the whole keyspace, which only a test may do."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 from rootstock_llm.protos import worker_pb2
 from rootstock_llm.services.gateway.store import background_scripts as scripts
 from rootstock_llm.services.gateway.store.lease import LeaseLost
-from rootstock_llm.services.gateway.store.state_redis import READS, StateRedis
+from rootstock_llm.services.gateway.store.state_redis import StateRedis
 
 PAGE_ITEMS, PAGE_BYTES = 128, 256 << 10  # largest number of items and of bytes of one page
 
@@ -63,8 +63,8 @@ class BackgroundPast:
         last = min(first + PAGE_BYTES // ID_BYTES, self.lengths.ids)
         if first >= last:
             return ()
-        script = READS + "return redis.call('GETRANGE', KEYS[1], ARGV[1], ARGV[2])"
-        found = await self._redis.call(script, [self._ids], first * ID_BYTES, last * ID_BYTES - 1)
+        script = "return redis.call('GETRANGE', KEYS[1], ARGV[1], ARGV[2])"
+        found = await self._redis.read(script, [self._ids], first * ID_BYTES, last * ID_BYTES - 1)
         if len(found) < (last - first) * ID_BYTES:
             raise LeaseLost(self._ids)
         return array("I", found)
@@ -80,7 +80,7 @@ class BackgroundPast:
         if first >= count:
             return ()
         last = min(first + PAGE_ITEMS, count) - 1
-        found: Sequence[bytes] = await self._redis.call(READS + scripts.LIST_PAGE, [key], first, last, PAGE_BYTES)
+        found: Sequence[bytes] = await self._redis.read(scripts.LIST_PAGE, [key], first, last, PAGE_BYTES)
         if not found:
             raise LeaseLost(key)
         return found

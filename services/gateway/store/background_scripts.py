@@ -3,13 +3,14 @@
 KEYS are those of background_store._keys(), and ARGV[1] is the lease's token. FIND_UNLEASED, RENEW, LIST_PAGE and FOLLOW have
 other arguments, and READ and DELETE need no token. KEYS[12] of FINISH is the record of the conversation.
 
-Redis needs READS or WRITES as the first line of a script. BEGIN and TAKE contain this line. Leases.write() puts the line and a
-check of the lease before WRITE, FINISH, ORDER and GIVE_UP. The callers put READS before all other scripts.
+Redis needs FREES or WRITES as the first line of a script. BEGIN and TAKE contain this line. Leases.write() puts the line and a
+check of the lease before WRITE, FINISH, ORDER and GIVE_UP. StateRedis.read() runs FIND_UNLEASED, READ, LIST_PAGE and FOLLOW. The
+callers put FREES before all other scripts.
 """
 
 from __future__ import annotations
 
-from rootstock_llm.services.gateway.store.state_redis import READS, WRITES
+from rootstock_llm.services.gateway.store.state_redis import FREES, WRITES
 
 _ACCOUNTS = """
 local now = redis.call('TIME')
@@ -139,7 +140,7 @@ return done
 """
 )
 TAKE = (
-    READS
+    FREES
     + _ACCOUNTS
     + """
 local found = redis.call('HMGET', KEYS[2], 'status', 'takes', 'taken', 'alive')

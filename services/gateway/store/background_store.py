@@ -67,7 +67,7 @@ from rootstock_llm.services.gateway.store.background_record import (
     order_of,
 )
 from rootstock_llm.services.gateway.store.lease import Lease, Leases
-from rootstock_llm.services.gateway.store.state_redis import READS, StateRedis
+from rootstock_llm.services.gateway.store.state_redis import FREES, StateRedis
 from rootstock_llm.services.shared.limits import MAX_BACKGROUND_BYTES
 from rootstock_llm.services.shared.observe.log_fields import fields
 
@@ -234,7 +234,7 @@ class BackgroundStore:
             return []
         keys = [key for lease, order in leases.items() for key in _keys(order.owner, order.id)[:2]]
         tokens = [lease.token for lease in leases]
-        renewed = await self._redis.call(READS + scripts.RENEW, keys, self._lease_ms, *tokens)
+        renewed = await self._redis.call(FREES + scripts.RENEW, keys, self._lease_ms, *tokens)
         return [lease for lease, is_renewed in zip(leases, renewed, strict=True) if not is_renewed]
 
     async def seize(self, owner: str, response_id: str) -> Lease | None:
@@ -246,7 +246,7 @@ class BackgroundStore:
             None if the response does not exist or has ended.
         """
         lease = new_lease(owner, response_id)
-        found = await self._redis.call(READS + scripts.SEIZE, _keys(owner, response_id), lease.token, self._lease_ms)
+        found = await self._redis.call(FREES + scripts.SEIZE, _keys(owner, response_id), lease.token, self._lease_ms)
         return lease if found else None
 
     async def release(self, lease: Lease, owner: str, response_id: str) -> None:
@@ -254,7 +254,7 @@ class BackgroundStore:
 
         Idempotent. Has no effect if another gateway has taken the response.
         """
-        await self._redis.call(READS + scripts.RELEASE, _keys(owner, response_id)[:2], lease.token)
+        await self._redis.call(FREES + scripts.RELEASE, _keys(owner, response_id)[:2], lease.token)
 
     def initial_state(self, order: BackgroundOrder, prompt: bytes, num_events: int) -> Stored:
         """Returns the state that begin() will store for this order."""
@@ -262,7 +262,7 @@ class BackgroundStore:
 
     async def read(self, owner: str, response_id: str) -> Stored | None:
         """Returns the state of an open response without its output, or None if it has ended or does not exist."""
-        found, events, id_bytes, texts, rows = await self._redis.call(READS + scripts.READ, _keys(owner, response_id))
+        found, events, id_bytes, texts, rows = await self._redis.read(scripts.READ, _keys(owner, response_id))
         fields = {name.decode(): value for name, value in zip(found[::2], found[1::2], strict=True)}
         if "order" not in fields:
             return None
@@ -288,7 +288,7 @@ class BackgroundStore:
     async def status(self, owner: str, response_id: str) -> BackgroundStatus | None:
         """Returns the status of a response, or None if its state is not stored or has expired."""
         (_, hash_key, *_) = _keys(owner, response_id)
-        found = await self._redis.call(READS + "return redis.call('HGET', KEYS[1], 'status')", [hash_key])
+        found = await self._redis.read("return redis.call('HGET', KEYS[1], 'status')", [hash_key])
         return None if found is None else BackgroundStatus(found.decode())
 
     async def follow(self, owner: str, response_id: str, first: int) -> Page | None:
@@ -297,12 +297,12 @@ class BackgroundStore:
         The page has the limits of BackgroundPast.
         """
         keys, last = _keys(owner, response_id)[1:3], first + PAGE_ITEMS - 1
-        status, total, events = await self._redis.call(READS + scripts.FOLLOW, keys, first, last, PAGE_BYTES)
+        status, total, events = await self._redis.read(scripts.FOLLOW, keys, first, last, PAGE_BYTES)
         return Page(BackgroundStatus(status.decode()), total, events) if status and total else None
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Deletes a response, even if a gateway has its lease. Returns whether the response existed."""
-        script, member = READS + scripts.DELETE, f"{owner}:{response_id}"
+        script, member = FREES + scripts.DELETE, f"{owner}:{response_id}"
         return await self._redis.deletes(script, _keys(owner, response_id), "", member, response_id)
 
     async def find_unleased(self, most: int, released_only: bool = False) -> list[tuple[str, str]]:
@@ -311,7 +311,7 @@ class BackgroundStore:
         Args:
             released_only: Whether to return only responses that release() has released.
         """
-        members = await self._redis.call(READS + scripts.FIND_UNLEASED, [_OPEN], most, int(released_only))
+        members = await self._redis.read(scripts.FIND_UNLEASED, [_OPEN], most, int(released_only))
         found = [str(each, "ascii").partition(":") for each in members]
         return [(owner, response_id) for owner, _, response_id in found]
 

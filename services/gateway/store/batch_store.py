@@ -18,7 +18,7 @@ import orjson
 from rootstock_llm.services.gateway.store.batch_record import BatchOrder, BatchRecord, BatchStatus, Unreadable, record_of
 from rootstock_llm.services.gateway.store.file_store import page
 from rootstock_llm.services.gateway.store.lease import Lease, Leases
-from rootstock_llm.services.gateway.store.state_redis import READS, WRITES, StateRedis
+from rootstock_llm.services.gateway.store.state_redis import FREES, WRITES, StateRedis
 from rootstock_llm.services.gateway.store.stored_files import ERRORS, OUTPUT, OwnerKeys, StoredFile, accounts
 from rootstock_llm.services.shared.limits import MAX_BATCH_WINDOW_S
 
@@ -183,7 +183,7 @@ class BatchStore:
         return bool(await self._redis.call(WRITES + _BEGIN, redis_keys, *begun))
 
     async def get(self, owner: str, batch_id: str) -> BatchRecord | None:
-        found = await self._redis.call(READS + "return redis.call('HGETALL', KEYS[1])", [OwnerKeys(owner).batch(batch_id)])
+        found = await self._redis.read("return redis.call('HGETALL', KEYS[1])", [OwnerKeys(owner).batch(batch_id)])
         pairs = zip(found[::2], found[1::2], strict=True)
         return record_of({name.decode(): value for name, value in pairs}) if found else None
 
@@ -209,11 +209,11 @@ class BatchStore:
 
     async def cancel(self, owner: str, batch_id: str) -> None:
         """Marks a batch as cancelling. Has no effect on a batch that has ended or is being finalized."""
-        await self._redis.call(READS + _CANCEL, [OwnerKeys(owner).batch(batch_id)])
+        await self._redis.call(FREES + _CANCEL, [OwnerKeys(owner).batch(batch_id)])
 
     async def is_batch_input(self, owner: str, file_id: str) -> bool:
         """Returns whether an open batch of the owner has this input file."""
-        return bool(await self._redis.call(READS + _IS_BATCH_INPUT, [_OPEN], f"{owner}:", file_id))
+        return bool(await self._redis.read(_IS_BATCH_INPUT, [_OPEN], f"{owner}:", file_id))
 
     async def waiting(self, most: int, each: int, now: int) -> list[WaitingBatch]:
         """Finds open batches without a lease holder, the oldest first.
@@ -229,7 +229,7 @@ class BatchStore:
             each: Largest number of runnable batches to return per owner.
             now: Unix seconds.
         """
-        found = await self._redis.call(READS + _WAITING, [_OPEN], most, each, now, SAMPLES)
+        found = await self._redis.read(_WAITING, [_OPEN], most, each, now, SAMPLES)
         members = [str(member, "ascii").partition(":") for member in found[::2]]
         return [
             WaitingBatch(owner, batch_id, bool(ends)) for (owner, _, batch_id), ends in zip(members, found[1::2], strict=True)
@@ -237,13 +237,13 @@ class BatchStore:
 
     async def forget(self, owner: str, batch_id: str) -> None:
         """Removes a batch whose record has expired from the set of open batches."""
-        await self._redis.call(READS + "return redis.call('ZREM', KEYS[1], ARGV[1])", [_OPEN], f"{owner}:{batch_id}")
+        await self._redis.call(FREES + "return redis.call('ZREM', KEYS[1], ARGV[1])", [_OPEN], f"{owner}:{batch_id}")
 
     async def lines_with_result(self, order: BatchOrder) -> set[int]:
         """Returns the numbers of the lines that have a result."""
         keys = OwnerKeys(order.owner)
-        script = READS + "return redis.call('HKEYS', KEYS[1])"
-        parts = [await self._redis.call(script, [keys.lines(order.id, part)]) for part in (OUTPUT, ERRORS)]
+        script = "return redis.call('HKEYS', KEYS[1])"
+        parts = [await self._redis.read(script, [keys.lines(order.id, part)]) for part in (OUTPUT, ERRORS)]
         return {int(number) for numbers in parts for number in numbers}
 
     async def advance(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from rootstock_llm.services.gateway.store.state_redis import READS, WRITES, StateRedis
+from rootstock_llm.services.gateway.store.state_redis import FREES, WRITES, StateRedis
 from rootstock_llm.services.gateway.store.stored_files import FileGone, OwnerKeys, StoredFile, accounts, loaded
 from rootstock_llm.services.shared.limits import FILE_CHUNK_BYTES
 
@@ -106,7 +106,7 @@ async def page(redis: StateRedis, key: str, after: str, count: int, rising: bool
         NoSuchPlace: The id `after` does not exist.
         StoreAway: The store cannot be reached.
     """
-    found = await redis.call(READS + _PAGE, [key], after, count, int(rising))
+    found = await redis.read(_PAGE, [key], after, count, int(rising))
     if found == -1:
         raise NoSuchPlace
     return [str(each, "ascii") for each in found]
@@ -143,7 +143,7 @@ class FileStore:
         """Deletes the chunks of a file that was not sealed."""
         keys = OwnerKeys(owner)
         redis_keys = [keys.file(file_id), *keys.use, *(keys.chunk(file_id, number) for number in range(chunks))]
-        await self._redis.call(READS + _DELETE, redis_keys, file_id)
+        await self._redis.call(FREES + _DELETE, redis_keys, file_id)
 
     async def get(self, owner: str, file_id: str) -> StoredFile | None:
         (found,) = await self._get_all(owner, [file_id])
@@ -154,7 +154,7 @@ class FileStore:
         keys = OwnerKeys(owner)
         content = [keys.lines(file.batch, file.part)] if file.batch else keys.chunks(file)
         redis_keys = [keys.file(file.id), *keys.use, *content]
-        return await self._redis.deletes(READS + _DELETE, redis_keys, file.id)
+        return await self._redis.deletes(FREES + _DELETE, redis_keys, file.id)
 
     async def prolong(self, owner: str, file: StoredFile, until: int) -> bool:
         """Extends the lifetime of a file to at least `until`, in Unix seconds. Returns False if the file no longer exists."""
@@ -202,7 +202,7 @@ class FileStore:
     async def chunk(self, owner: str, file: StoredFile, number: int) -> bytes:
         """Returns one chunk of a file. Raises FileGone."""
         key = OwnerKeys(owner).chunk(file.id, number)
-        found: bytes | None = await self._redis.call(READS + "return redis.call('GET', KEYS[1])", [key])
+        found: bytes | None = await self._redis.read("return redis.call('GET', KEYS[1])", [key])
         if found is None:
             raise FileGone
         return found
@@ -211,7 +211,7 @@ class FileStore:
         number = 1
         while number <= last:
             until = min(last, number + _AT_ONCE - 1)
-            found = await self._redis.call(READS + _LINES, [key], number, until, FILE_CHUNK_BYTES)
+            found = await self._redis.read(_LINES, [key], number, until, FILE_CHUNK_BYTES)
             if not found:
                 raise FileGone
             number = int(found[0])
@@ -222,5 +222,5 @@ class FileStore:
         if not ids:
             return []
         keys = [OwnerKeys(owner).file(each) for each in ids]
-        found = await self._redis.call(READS + "return redis.call('MGET', unpack(KEYS))", keys)
+        found = await self._redis.read("return redis.call('MGET', unpack(KEYS))", keys)
         return [None if each is None else loaded(each) for each in found]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rootstock_llm.services.gateway.store.state_redis import READS, WRITES, StateRedis
+from rootstock_llm.services.gateway.store.state_redis import FREES, WRITES, StateRedis
 
 # Also restores an expired lease that no other gateway has taken. Idempotent for one token, so that a call can be repeated after a
 # lost reply.
@@ -62,11 +62,11 @@ class Leases:
 
     async def renew(self, lease: Lease) -> bool:
         """Renews a lease, even if it has expired. Returns False if another gateway has taken the lease."""
-        return bool(await self._redis.call(READS + _RENEW, [lease.key], lease.token, self._lifetime_ms))
+        return bool(await self._redis.call(FREES + _RENEW, [lease.key], lease.token, self._lifetime_ms))
 
     async def release(self, lease: Lease) -> None:
         """Releases a lease before it expires. Has no effect on a lost lease."""
-        await self._redis.call(READS + _RELEASE, [lease.key], lease.token)
+        await self._redis.call(FREES + _RELEASE, [lease.key], lease.token)
 
     async def write(self, lease: Lease, script: str, keys: Sequence[str], *arguments: Any, frees: bool = False) -> Any:
         """Runs a script if the caller still holds the lease.
@@ -79,7 +79,7 @@ class Leases:
             LeaseLost: Another gateway has the lease, or the script has returned LOST.
         """
         found = await self._redis.call(
-            (READS if frees else WRITES) + _FENCE + script, [lease.key, *keys], lease.token, *arguments
+            (FREES if frees else WRITES) + _FENCE + script, [lease.key, *keys], lease.token, *arguments
         )
         if found == LOST:
             raise LeaseLost(lease.name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rootstock_llm.services.gateway.store.state_redis import READS, StateRedis
+from rootstock_llm.services.gateway.store.state_redis import FREES, StateRedis, WritesRefused
 from rootstock_llm.services.gateway.store.state_store import Changed, StoredRecord
 from rootstock_llm.services.shared.limits import MAX_RECORD_BYTES
 
@@ -39,7 +39,7 @@ live_on(KEYS[1])
 live_on(KEYS[2])
 """
 _GET = (
-    READS
+    FREES
     + _FORGET
     + """
 local found = {}
@@ -52,6 +52,15 @@ end
 return found
 """
 )
+_PEEK = """
+local found = {}
+for at = 3, #KEYS do
+  local record = redis.call('HMGET', KEYS[at], 'c', 'v')
+  found[#found + 1] = record[1] or false
+  found[#found + 1] = record[2] or false
+end
+return found
+"""
 _PUT = (
     "#!lua\n"
     + _FORGET
@@ -76,7 +85,7 @@ return version + 1
 """
 )
 _DELETE = (
-    READS
+    FREES
     + _FORGET
     + """
 local there = redis.call('DEL', KEYS[3])
@@ -110,7 +119,10 @@ class RedisStore:
     async def get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
         if not names:
             return []
-        found = await self._call(_GET, owner, names, *names)
+        try:
+            found = await self._call(_GET, owner, names, *names)
+        except WritesRefused:  # the records are returned, but their lifetimes do not restart
+            found = await self._redis.read(_PEEK, _keys(owner, names))
         pairs = zip(found[::2], found[1::2], strict=True)
         return [None if content is None else StoredRecord(content, int(version)) for content, version in pairs]
 

@@ -16,9 +16,15 @@ TIMEOUT_S = 2.0  # time limit of one attempt in seconds
 PAUSE_S = 0.1  # seconds between two attempts
 
 _TRANSIENT_ERRORS = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, OSError)
-# First lines of scripts. If the memory of Redis is full, Redis refuses scripts that begin with WRITES.
-READS = "#!lua flags=allow-oom\n"
+# First lines of scripts. If the memory of Redis is full, Redis refuses scripts that begin with WRITES. If its disk is full, Redis
+# refuses all scripts that do not begin with _READS.
+FREES = "#!lua flags=allow-oom\n"  # for scripts that write, but need no more memory
 WRITES = "#!lua\n"
+_READS = "#!lua flags=allow-oom,no-writes\n"
+
+
+class WritesRefused(StoreAway):
+    """Redis cannot write to its disk, and therefore refuses all scripts that may write."""
 
 
 class StateRedis:
@@ -60,6 +66,16 @@ class StateRedis:
         """
         return (await self._call_with_retries(script, keys, arguments))[0]
 
+    async def read(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        """Runs a script that only reads, also while Redis cannot write to its disk. `script` has no first line. Raises StoreAway.
+
+        The first attempt does not state that the script only reads. A replica refuses this attempt, because its data may be old.
+        """
+        try:
+            return await self.call(FREES + script, keys, *arguments)
+        except WritesRefused:
+            return await self.call(_READS + script, keys, *arguments)
+
     async def deletes(self, script: str, keys: Sequence[str], *arguments: Any) -> bool:
         """Runs a script that deletes an object. Raises StoreAway.
 
@@ -78,6 +94,8 @@ class StateRedis:
             try:
                 found = await self._client.eval(script, len(keys), *keys, *arguments)
             except (exceptions.RedisError, OSError) as error:
+                if str(error).startswith("MISCONF"):
+                    raise WritesRefused(str(error)[:200]) from None
                 is_transient = isinstance(error, _TRANSIENT_ERRORS)
                 if not is_transient or time.monotonic() + PAUSE_S > until:
                     self._is_away = self._is_away or is_transient

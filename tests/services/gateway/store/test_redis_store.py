@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -148,6 +149,30 @@ def refused(server: RedisServer) -> int:
 
 def connections(server: RedisServer) -> set[str]:
     return {found["id"] for found in server.client.client_list()} - {str(server.client.client_id())}
+
+
+@pytest.mark.by_day(one_in=2, seed=1)
+@pytest.mark.parametrize("program", EITHER_SERVER)
+def test_records_are_read_when_the_server_cannot_write_to_its_disk(program: str, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    server = RedisServer(program, folder)
+    server.start()
+
+    async def use(store: RedisStore) -> None:
+        assert await store.put(ALICE, "a", b"x")
+        server.lose_folder()
+        with pytest.raises(StoreAway, match="MISCONF"):
+            await store.put(ALICE, "a", b"y")
+        assert await store.get(ALICE, ["a", "b"]) == [StoredRecord(b"x", 1), None]
+        redis = StateRedis(server.url, 0.5)
+        assert await redis.read("return redis.call('EXISTS', KEYS[1])", [f"state:of:{ALICE}:a"]) == 1
+        await redis.close()
+
+    try:
+        with_store(server, use)
+    finally:
+        server.kill()
 
 
 @pytest.mark.by_day(one_in=2, seed=2)
