@@ -52,7 +52,7 @@ command:
 {{ include "rootstock.bytes" (. | replace "kb" "Ki" | replace "mb" "Mi" | replace "gb" "Gi") }}
 {{- end }}
 
-{{/* A probe that sends PING. With TLS, it uses the pod's Unix socket, which needs no certificate, and it also makes the server load newer
+{{/* A probe that sends PING. A server whose disk is full returns MISCONF, but still serves reads. With TLS, it uses the pod's Unix socket, which needs no certificate, and it also makes the server load newer
 certificates. If the server refuses them, it continues with the old ones, and the next probe retries. */}}
 {{- define "rootstock.redis.ping" -}}
 - sh
@@ -63,12 +63,12 @@ certificates. If the server refuses them, it continues with the old ones, and th
   {{- if include "rootstock.tls" .root }}
   at=/etc/rootstock/mtls
   set -- $cli -s /tmp/redis.sock
-  "$@" ping | grep -q PONG || exit 1
+  "$@" ping | grep -q -e PONG -e MISCONF || exit 1
   [ $at/tls.crt -nt /tmp/tls-taken ] || [ $at/ca.crt -nt /tmp/tls-taken ] || exit 0
   : > /tmp/tls-taking
   "$@" config set tls-cert-file $at/tls.crt tls-key-file $at/tls.key tls-ca-cert-file $at/ca.crt | grep -q OK || exit 0
   mv /tmp/tls-taking /tmp/tls-taken
   {{- else }}
-  $cli ping | grep -q PONG
+  $cli ping | grep -q -e PONG -e MISCONF
   {{- end }}
 {{- end }}
