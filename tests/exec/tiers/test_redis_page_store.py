@@ -250,6 +250,16 @@ def test_number_of_reported_keys_per_call_is_limited_after_a_failed_scan(
     assert {*one.stored, *two.stored} == set(many)
 
 
+def test_worker_that_is_behind_reports_that_more_news_may_follow(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = store(server), store(server)
+    second.news()
+    for key in keys(*range(5)):
+        write(first, [key])  # one entry of the news per write
+    monkeypatch.setattr(redis_page_store, "NEWS_READ", 3)  # the entry that the worker knows already, and two others
+    found = [second.news() for _ in range(3)]
+    assert [(len(news.stored), news.more) for news in found] == [(2, True), (2, True), (1, False)]
+
+
 def test_worker_drops_the_oldest_known_keys_beyond_the_limit(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_page_store, "MOST_KEYS", 4)
     first, second = store(server), store(server)

@@ -150,15 +150,15 @@ class TcpKvServer:
         with self._lock:
             self._closed.set()
             serving = dict(self._connections)
+        if self._folder is not None:  # before the port is free: the next server on this port makes a socket of the same name
+            with suppress(OSError):
+                self._folder.remove(self._port)
         for listener in self._listeners:
             with suppress(OSError):  # the listener is already closed
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             listener.close()
         for connection in serving:
             connection.shut_down()
-        if self._folder is not None:
-            with suppress(OSError):  # the next server on this port replaces the socket
-                self._folder.remove(self._port)
         until = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in (*self._acceptors, *serving.values()):
             thread.join(max(0.0, until - time.monotonic()))

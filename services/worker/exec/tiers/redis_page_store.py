@@ -312,10 +312,11 @@ class RedisPageStore:
 
         First retries unfinished deletions.
         """
+        is_behind = False
         if self._pause.over:
             try:
                 self._delete_due()
-                self._follow_news()
+                is_behind = self._follow_news()
                 self._pause.worked()
             except _FAILED as error:
                 self._failed(
@@ -325,7 +326,8 @@ class RedisPageStore:
         for key in changes:
             del self._unreported[key]
         stored = tuple(key for key, is_stored in changes.items() if is_stored)
-        return News(stored, tuple(key for key, is_stored in changes.items() if not is_stored), bool(self._unreported))
+        dropped = tuple(key for key, is_stored in changes.items() if not is_stored)
+        return News(stored, dropped, is_behind or bool(self._unreported))
 
     def delete(self, which: Selection = ALL) -> Deleted:
         """Deletes pages.
@@ -388,20 +390,25 @@ class RedisPageStore:
     def close(self) -> None:
         self._redis.close()
 
-    def _follow_news(self) -> None:
-        """Reads new entries of the news, or scans if entries were missed. Raises the errors of _FAILED."""
+    def _follow_news(self) -> bool:
+        """Reads new entries of the news, or scans if entries were missed. Raises the errors of _FAILED.
+
+        Returns:
+            Whether there may be more entries, because this call has read NEWS_READ of them.
+        """
         if self._last_news is None:
             self._scan_all()
-            return
+            return False
         response: Any = self._redis.xrange(self._news_key, min=self._last_news, count=NEWS_READ)
         entries: list[tuple[bytes, Mapping[bytes, bytes]]] = response
         if not entries or _text(entries[0][0]) != self._last_news:  # the last read entry was trimmed, and perhaps later ones
             self._scan_all()
-            return
+            return False
         for number, entry in entries[1:]:
             self._last_news = _text(number)
             self._change([], [key for key in _keys_in(entry.get(b"d", b"")) if key in self._known])
             self._change([key for key in _keys_in(entry.get(b"k", b"")) if key not in self._known], [])
+        return len(entries) == NEWS_READ
 
     def _scan_all(self) -> None:
         """Scans all keys. The next read of the news begins with entries that were added during the scan."""
