@@ -3,6 +3,9 @@
 The sets `own:` list the blocks of a generation. Each worker sweeps its own records and the records of a few random workers of its
 model. It also sweeps a few workers of one other model, because that model may have no live worker.
 
+The records of a generation do not have its model. If a worker has changed its model, the sweep therefore removes the blocks of a
+dead generation under all models of the worker, and then removes the worker from the other models.
+
 A generation is dead if the worker's lease names another generation, or if the lease has been missing for LATE_S. If the lease
 has been missing for a shorter time, the worker may still renew it.
 """
@@ -12,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import product
 from typing import cast
 
 from redis.asyncio import Redis
@@ -59,11 +63,14 @@ class Sweeper:
                 await self.sweep()
             except (RedisError, OSError) as error:
                 logger.debug("the sweep failed and is retried in the next round: %s", type(error).__name__)
+            except Exception:  # must not end the publisher, which renews the lease
+                logger.exception("the sweep failed and is retried in the next round")
             await asyncio.sleep(EVERY_S)
 
     async def sweep(self) -> None:
         """Runs one round. Raises RedisError or OSError if Redis is unreachable or refuses a command."""
         await self._sweep_worker(self._model, self._worker)
+        await self._leave_models()
         other = next((name for name in await self._random(MODELS_KEY, 2) if name != self._model), None)
         seen = set(self._gone)
         for model in (self._model, other):
@@ -83,8 +90,10 @@ class Sweeper:
             if worker == self._worker or self._clock() - since < LATE_S:
                 return
         self._gone.pop((model, worker), None)
-        for generation in sorted(generations - {lease}):
-            await self._sweep_generation(model, worker, int(generation))
+        if dead := sorted(generations - {lease}):
+            models = {model, *await self._models_of(worker)}
+            for generation in dead:
+                await self._sweep_generation(models, worker, int(generation))
         if lease is None:
             await self._forget(model, worker)
 
@@ -99,8 +108,23 @@ class Sweeper:
             lease, generations = await pipe.execute()
         return lease, {generation for generation in generations if generation.isdigit()}
 
-    async def _sweep_generation(self, model: str, worker: str, generation: int) -> None:
-        """Removes the records of one generation.
+    async def _models_of(self, worker: str) -> list[str]:
+        """Returns the models with this worker. A worker that has changed its model has several."""
+        models = [name.decode(errors="replace") for name in cast(set[bytes], await self._client.smembers(MODELS_KEY))]
+        async with self._client.pipeline(transaction=False) as pipe:
+            for model in models:
+                pipe.sismember(workers_key(model), worker)
+            return [model for model, has_worker in zip(models, await pipe.execute(), strict=True) if has_worker]
+
+    async def _leave_models(self) -> None:
+        """Removes this worker from models that it had before. Their generations of this worker are swept already."""
+        for model in await self._models_of(self._worker):
+            if model != self._model:
+                await self._client.srem(workers_key(model), self._worker)
+                await self._forget_model(model)
+
+    async def _sweep_generation(self, models: Collection[str], worker: str, generation: int) -> None:
+        """Removes the records of one generation of a worker that has had these models.
 
         A block is removed from the set `own:` last, so that the next sweep finds the remaining blocks after an interruption.
         """
@@ -108,7 +132,7 @@ class Sweeper:
         swept = 0
         while blocks := await self._random_blocks(own):
             async with self._client.pipeline(transaction=False) as pipe:
-                for block in blocks:
+                for model, block in product(models, blocks):
                     pipe.execute_command("HDEL", block_key(model, block), owner)
                 pipe.srem(own, *blocks)
                 await pipe.execute()

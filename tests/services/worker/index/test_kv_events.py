@@ -508,6 +508,25 @@ def test_sweeper_removes_a_model_without_workers(server: RedisServer) -> None:
     run(body)
 
 
+def test_worker_that_has_changed_its_model_removes_the_records_of_the_former_model(server: RedisServer) -> None:
+    """Redis has more models than a round sweeps, so that the former model is not swept by chance."""
+
+    async def body() -> None:
+        client = redis_client(server.url, 2.0)
+        await leave_records(server, WORKER, 1, range(300), leased=True, model="former")
+        await Sweeper(client, "former", WORKER).sweep()
+        for number, model in enumerate("abcdef"):
+            await leave_records(server, f"other-{number}", 5, range(1), leased=True, model=model)
+            await Sweeper(client, model, f"other-{number}").sweep()
+        await leave_records(server, WORKER, 2, range(5), leased=True)
+        await Sweeper(client, MODEL, WORKER).sweep()
+        assert not [key for key in server.client.scan_iter() if b"former" in key or key == own_key(WORKER, 1).encode()]
+        assert server.client.smembers("models") == {MODEL.encode(), *(name.encode() for name in "abcdef")}
+        await client.aclose()
+
+    run(body)
+
+
 def test_sweeper_keeps_blocks_when_the_lease_returns(server: RedisServer) -> None:
     async def body() -> None:
         now = 100.0
