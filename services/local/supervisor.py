@@ -76,6 +76,7 @@ class Child:
     def start(self) -> None:
         self.is_ready = False
         self.starts += 1
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
@@ -102,13 +103,16 @@ class Child:
         self.is_ready, self.ends = True, 0
 
     def output(self) -> str:
-        """Returns the part of the log that was written since the last start."""
-        with self.log.open("rb") as log:
-            log.seek(self._log_start)
-            return log.read().decode(errors="replace")
+        """Returns the part of the log that was written since the last start; "" if the user has moved or deleted the log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(self._log_start)
+                return log.read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def last_lines(self, count: int) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+        return "\n".join(self.output().splitlines()[-count:])
 
 
 class ProcessFailed(RuntimeError):

@@ -82,7 +82,7 @@ class EncodeQueue:
         max_chars: int,
         observe_texts: Callable[[float], None],
     ) -> None:
-        self._encode = encode
+        self._encode = _panics_as_errors(encode)
         self._executor = executor
         self._lanes = lanes
         self._max_texts = max_texts
@@ -156,6 +156,20 @@ class EncodeQueue:
                 await self._fail([(job, done)], job_error)
             else:
                 _hand_out([(job, done)], ids)
+
+
+def _panics_as_errors(encode: Encode) -> Encode:
+    """Returns `encode` with RuntimeError for a panic of the tokenizers library, which is a BaseException but no Exception."""
+
+    def encoded(texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        try:
+            return encode(texts, add_special_tokens)
+        except Exception:
+            raise
+        except BaseException as panic:
+            raise RuntimeError(f"the tokenizer has panicked: {panic}") from panic
+
+    return encoded
 
 
 def _hand_out(batch: list[Waiting], ids: list[list[int]]) -> None:

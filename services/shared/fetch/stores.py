@@ -49,8 +49,8 @@ class Folder:
         ]
 
     def _stat_files(self) -> dict[Path, os.stat_result]:
-        files = (path for path in self._root.rglob("*") if path.is_file() and ".cache" not in path.parts)
-        return {path: path.stat() for path in sorted(files)}
+        files = (path for path in self._root.rglob("*") if ".cache" not in path.relative_to(self._root).parts)
+        return {path: path.stat() for path in sorted(files) if path.is_file()}
 
 
 class Hub:

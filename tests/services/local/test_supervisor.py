@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import sys
 import uuid
 from pathlib import Path
@@ -105,6 +106,17 @@ def test_reported_output_of_a_process_begins_at_the_last_start(tmp_path: Path) -
     child.start()
     wait_until(lambda: child.exit_code is not None, 60, "the end of the process")
     assert "one" in child.log.read_text() and child.output() == "two\n"
+
+
+def test_process_is_restarted_when_the_user_has_deleted_the_logs(tmp_path: Path) -> None:
+    child = Child(Command("child", [sys.executable, "-c", "print('one')"]), tmp_path / "logs")
+    child.start()
+    wait_until(lambda: child.exit_code is not None, 60, "the end of the process")
+    shutil.rmtree(tmp_path / "logs")
+    assert child.output() == child.last_lines(5) == ""
+    child.start()
+    wait_until(lambda: child.exit_code is not None, 60, "the end of the process")
+    assert child.output() == "one\n"
 
 
 @pytest.mark.parametrize(

@@ -466,7 +466,7 @@ class TestGoogle:
 
 class TestFolder:
     def test_folder_is_copied_once_and_again_after_a_change(self, tmp_path: Path) -> None:
-        source, target = tmp_path / "models" / "a", tmp_path / "cache" / "a"
+        source, target = tmp_path / ".cache" / "huggingface" / "a", tmp_path / "cache" / "a"
         (source / ".cache").mkdir(parents=True)
         (source / ".cache" / "lock").write_text("")
         (source / "model.safetensors").write_text("one")

@@ -12,6 +12,10 @@ import pytest
 from rootstock_llm.services.tokenizer.encoding import EncodeJob, EncodeQueue
 
 
+class Panic(BaseException):
+    """Like the exception of the tokenizers library after a panic."""
+
+
 class GatedEncoder:
     """An encoder that records its calls and waits until `open` is set. It returns one id per text: the length of the text."""
 
@@ -24,6 +28,8 @@ class GatedEncoder:
         assert self.open.wait(5)
         if "bad" in texts:
             raise ValueError("bad")
+        if "panic" in texts:
+            raise Panic
         return [[len(text)] for text in texts]
 
 
@@ -69,12 +75,13 @@ def test_queue_fails_only_the_request_with_a_bad_text() -> None:
         encoder = GatedEncoder()
         with ThreadPoolExecutor(1) as executor:
             encode_queue = queue(encoder, executor)
-            tasks = [asyncio.create_task(ids_of(encode_queue, [text])) for text in ("first", "good", "bad", "better")]
+            texts = ("first", "good", "bad", "better", "panic")
+            tasks = [asyncio.create_task(ids_of(encode_queue, [text])) for text in texts]
             await asyncio.sleep(0.01)
             encoder.open.set()
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [results[0], results[1], results[3]] == [[[5]], [[4]], [[6]]]
-        assert isinstance(results[2], ValueError)
+        assert isinstance(results[2], ValueError) and isinstance(results[4], RuntimeError)
 
     asyncio.run(run())
 
