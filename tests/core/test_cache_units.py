@@ -186,6 +186,31 @@ def test_random_traffic_gets_the_right_tokens_and_leaks_no_cache_unit(config: Sc
     assert units.num_reserved == 0 and all(pool.num_in_slots == 0 for pool in units.pools)
 
 
+def test_preemption_displaces_no_request_when_the_urgent_request_would_lack_window_units_anyway() -> None:
+    """Two urgent requests need 16 of 11 units, so that the second one waits for the first, with or without the other request."""
+    urgent, other = 0, 5
+    engine = hybrid(
+        window=8,
+        spare_windows=3,
+        spare_states=-1,
+        num_pages=64,
+        max_running_requests=4,
+        enable_priority_scheduling=True,
+        schedule_low_priority_values_first=True,
+        priority_preemption_threshold=0,
+    )
+    engine.submit(0, [5] * 40, priority=urgent, max_new_tokens=24, ignore_eos=True)
+    engine.turn()
+    engine.submit(1, [6] * 4, priority=other, max_new_tokens=12, ignore_eos=True)
+    for _ in range(4):
+        engine.turn()
+    engine.submit(2, [7] * 40, priority=urgent, max_new_tokens=4, ignore_eos=True)
+    engine.drain()
+    assert engine.core.counters.preemptions_total == 0
+    for handle in range(3):
+        engine.check_answer(handle)
+
+
 def served(engine: Engine, handle: int, prompt: list[int], **params: Any) -> int:
     """Runs a request to its end. Returns the number of cached prompt tokens."""
     engine.submit(handle, prompt, **{"max_new_tokens": 2, "ignore_eos": True, **params})

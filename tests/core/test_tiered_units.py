@@ -198,6 +198,27 @@ def test_deleted_salt_has_no_units_in_any_tier(kinds: str) -> None:
     assert served(engine, 1, [*range(43)], salt="tenant") == 0
 
 
+def test_salt_near_its_host_quota_does_not_stop_the_copies_of_other_salts() -> None:
+    """The salt has two of 13 pages left, and the state of its second prompt needs three. Pages that wait for the storage stay."""
+    engine = tiered(
+        window=0,
+        has_storage=True,
+        hicache_salt_quota=13 * 64 / 1e9,
+        hicache_write_policy=WritePolicy.WRITE_THROUGH,
+        state_interval=1000,
+    )
+    transfer = engine.executor.transfer
+    engine.executor.transfer = lambda operations: transfer(  # type: ignore[method-assign]
+        tuple(each for each in operations if each.kind is not OperationKind.STORE)
+    )
+    for handle, salt in enumerate(("tenant", "tenant", "", "")):
+        before = engine.core.stats().backed_up_pages_total
+        engine.submit(handle, [5 + handle] * 18, salt=salt, max_new_tokens=1, ignore_eos=True)
+        for _ in range(60):
+            engine.turn()
+        assert engine.core.stats().backed_up_pages_total > before, handle
+
+
 def pair_of(kinds: str, page_moved_s: float = 0.0, spare: int = 40, **changes: Any) -> Relayed:
     """Returns a prefill worker and a decode worker with the cache groups of KINDS, and `spare` spare units of each group."""
     given = {"window": 8, "spare_windows": spare, "spare_states": spare, **KINDS[kinds]}

@@ -184,6 +184,15 @@ class CacheUnits:
         self.is_short = is_first and not fits
         return fits
 
+    def can_reserve_without(self, slots: Sequence[int], num_extend: int) -> bool:
+        """Returns whether units for one more request would be unreserved if these slots had ended and no unit were lent."""
+        windows = self.slot_windows
+        if windows is not None:
+            needed = windows.num_reserved_without(slots) + windows.extend_pages(num_extend)
+            if needed > windows.num_units:
+                return False
+        return self.states is None or self._states_per_slot * (self.num_slots - len(slots) + 1) <= self.states.num_units
+
     @property
     def num_reserved(self) -> int:
         """Number of window units that are reserved for the slots."""

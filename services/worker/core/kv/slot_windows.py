@@ -6,6 +6,8 @@ CacheUnits is the owner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,6 +60,14 @@ class SlotWindows:
         """
         tokens = max(min(num_extend, self._max_chunk), self._draft_tokens)
         return window_pages(self._window + tokens, self._page_size, self._pages_per_slot)
+
+    @property
+    def num_units(self) -> int:
+        return self._pool.num_units
+
+    def num_reserved_without(self, slots: Sequence[int]) -> int:
+        """Returns the number of units that stay reserved if these slots end."""
+        return self.num_reserved - int(self._reserved[list(slots)].sum())
 
     def begin(self, slot: int, hit: TreeNode, num_extend: int) -> tuple[int, I32]:
         """Reserves units for a slot, and pins the units of the slot's hit. Arguments and result: see CacheUnits.begin()."""

@@ -274,6 +274,9 @@ class ExtendPlanner:
         if not stay:
             return True  # admission always accepts a request if no other request runs
         leases = [victim.kv.lease for victim in victims if victim.kv.lease is not None]
+        extend = len(request.kv.token_key) // TOKEN_BYTES - hit.depth * self.config.page_size
+        if memory.units is not None and not memory.units.can_reserve_without([lease.slot for lease in leases], extend):
+            return False
         for lease in leases:
             memory.tree.unlock(lease.node, used=False)
         pages = memory.num_available + sum(self._own_pages(victim) for victim in victims)

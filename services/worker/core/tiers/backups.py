@@ -247,7 +247,7 @@ class Backups:
             unit = self._path_copy.units[self._num_copied_units]
             if not self._are_backed(unit.keys) and _present(unit, node, memory):
                 operation = self._copy_units(node, memory)
-                if operation is None and self._host.is_full(tag_of(unit.keys[0])):
+                if operation is None and self._host.is_full(tag_of(unit.keys[0]), len(unit.keys)):
                     self._drop_first(node)
                 return operation
             self._num_copied_units += 1

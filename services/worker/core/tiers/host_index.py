@@ -66,9 +66,9 @@ class HostIndex:
         """Returns the largest number of pages that the salt may have."""
         return min(self._salt_pages, self.num_pages) if self._has_quota(tag) else self.num_pages
 
-    def is_full(self, tag: bytes) -> bool:
-        """Returns whether the salt is at its quota."""
-        return self._has_quota(tag) and self._num_of(tag) >= self._salt_pages
+    def is_full(self, tag: bytes, count: int = 1) -> bool:
+        """Returns whether the salt's quota has no space for `count` more pages."""
+        return self._has_quota(tag) and self._num_of(tag) + count > self._salt_pages
 
     def take(self, count: int, tag: bytes = UNSALTED) -> I32:
         """Allocates at most `count` pages for writing. Evicts the least recently used pages that no operation reads.
