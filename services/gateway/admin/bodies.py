@@ -155,14 +155,14 @@ class FreezeGc(ControlBody):
 
 
 class ReleaseMemory(ControlBody):
-    tags: list[Tag] | None = None
+    tags: list[Tag] | None = Field(None, fail_fast=True)
 
     def request(self) -> Message:
         return pb.ReleaseMemoryRequest(tags=_tags(self.tags))
 
 
 class ResumeMemory(ControlBody):
-    tags: list[Tag] | None = None
+    tags: list[Tag] | None = Field(None, fail_fast=True)
 
     def request(self) -> Message:
         return pb.ResumeMemoryRequest(tags=_tags(self.tags))

@@ -11,8 +11,8 @@ from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
-from pydantic_core import ErrorDetails
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails, PydanticKnownError
 
 from rootstock_llm.protos import worker_pb2
 from rootstock_llm.services.gateway.api.known_fields import unserved
@@ -145,11 +145,20 @@ def parameter(name: str, api: Api = Api.CHAT, absent: int | None = None) -> Any:
     """
     row = of_api(api)[name]
     if row.kind in _LISTS:
-        return Field(absent, min_length=row.least or None, max_length=row.most, description=row.doc)
+        fail_fast = None if row.kind is Kind.BIASES else True  # pydantic 2.11 has no fail_fast for objects
+        return Field(absent, min_length=row.least or None, max_length=row.most, fail_fast=fail_fast, description=row.doc)
     if row.kind in (Kind.NUMBER, Kind.INTEGER):
         closed, open_end = (None, row.low) if row.excludes_low else (row.low, None)
         return Field(absent, ge=closed, gt=open_end, le=row.high, description=row.doc)
     return Field(absent, description=row.doc)
+
+
+def _few_biases(given: Any) -> Any:
+    """Refuses too many entries before pydantic makes an error object for each invalid entry."""
+    most = limits.MAX_LOGIT_BIAS_ENTRIES
+    if isinstance(given, dict) and len(given) > most:
+        raise PydanticKnownError("too_long", {"field_type": "Dictionary", "max_length": most, "actual_length": len(given)})
+    return given
 
 
 class SamplingBody(Body):
@@ -172,7 +181,7 @@ class SamplingBody(Body):
     stop_regex: Stop = parameter("stop_regex")
     stop_token_ids: list[int] | None = parameter("stop_token_ids")
     no_stop_trim: bool | None = parameter("no_stop_trim")
-    logit_bias: dict[str, float] | None = parameter("logit_bias")
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = parameter("logit_bias")
     allowed_token_ids: list[int] | None = parameter("allowed_token_ids")
     banned_token_ids: list[int] | None = parameter("banned_token_ids")
     dry_multiplier: float | None = parameter("dry_multiplier")
@@ -243,10 +252,10 @@ class ConstraintBody(Body):
     structural_tag: Source = Field(None, description="Tags, and the structure of the output that follows each tag.")
 
 
-class SessionParams(BaseModel):
+class SessionParams(Body):
     """The session of a request, and the earlier turn that the request continues."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), frozen=True)
+    model_config = ConfigDict(extra="forbid")
 
     id: str | None = Field(None, min_length=1, max_length=limits.MAX_SESSION_ID_CHARS)
     rid: str | None = Field(

@@ -35,6 +35,21 @@ class Body(BaseModel):
         integers = _integers(cls)
         return {**given, **{name: value for name, value in whole.items() if name in integers}} if whole else given
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_more_unknown(cls, given: Any) -> Any:
+        """Removes all unknown fields but the first, if unknown fields are forbidden.
+
+        pydantic makes an error object for each forbidden field. The response names only the first field.
+        """
+        if cls.model_config.get("extra") != "forbid" or not isinstance(given, dict):
+            return given
+        unknown = given.keys() - cls.model_fields.keys()
+        if len(unknown) <= 1:
+            return given
+        unknown.remove(next(name for name in given if name in unknown))
+        return {name: value for name, value in given.items() if name not in unknown}
+
 
 _EXACT = 1 << 53  # smaller integers are exact as doubles
 

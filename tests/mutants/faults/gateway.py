@@ -64,7 +64,7 @@ GATEWAY = (
         ("return Field(absent, ge=closed, gt=open_end,", "return Field(absent, gt=open_end,"),
         ("ge=closed, gt=open_end, le=row.high,", "ge=closed, le=row.high,"),
         ("gt=open_end, le=row.high, description=row.doc)", "gt=open_end, description=row.doc)"),
-        ("max_length=row.most, description=row.doc)", "description=row.doc)"),
+        ("max_length=row.most, fail_fast", "fail_fast"),
     ),
     *of(
         "gateway",

@@ -53,7 +53,9 @@ class CountTokensRequest(PlacedBody):
     messages: Messages
     system: System = Field(None, description="A text, or blocks of text.")
     tools: list[dict[str, Any]] | None = Field(
-        None, description="Functions that the model may call. This server cannot run Anthropic's hosted tools."
+        None,
+        fail_fast=True,
+        description="Functions that the model may call. This server cannot run Anthropic's hosted tools.",
     )
     tool_choice: dict[str, Any] | None = Field(
         None, description="An object with the type auto, any, tool or none. disable_parallel_tool_use allows one call at most."
@@ -69,7 +71,7 @@ class CountTokensRequest(PlacedBody):
 class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1, le=UINT32_MAX, description="Maximum number of output tokens, including reasoning.")
     stream: bool | None = Field(None, description="Whether the output is sent as server-sent events while it is generated.")
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[str] | None = Field(None, fail_fast=True)
     temperature: float | None = parameter("temperature")
     top_p: float | None = parameter("top_p")
     top_k: int | None = parameter("top_k")

@@ -133,12 +133,12 @@ class GenerationBody(ConstraintBody, SamplingBody, AnswerBody, NamedBody):
 class ChatCompletionRequest(ThinkingBody, GenerationBody):
     messages: Messages
     tools: list[dict[str, Any]] | None = Field(
-        None, description="Functions that the model may call. The chat template receives them."
+        None, fail_fast=True, description="Functions that the model may call. The chat template receives them."
     )
     parallel_tool_calls: bool | None = Field(None, description="Whether an output may have several calls. Default true.")
     separate_reasoning: bool | None = Field(None, description="Whether reasoning is separate from the text. Default true.")
     documents: list[dict[str, Any]] | None = Field(
-        None, description="Passed to the chat template, which must read a variable of this name."
+        None, fail_fast=True, description="Passed to the chat template, which must read a variable of this name."
     )
     reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
     tool_choice: str | dict[str, Any] | None = Field(

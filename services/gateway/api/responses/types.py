@@ -88,6 +88,7 @@ class ResponsesRequest(ThinkingBody, SamplingBody, PlacedBody):
     reasoning: ReasoningConfig | None = Field(None, description="Settings of the model's reasoning.")
     include: list[Include] | None = Field(
         None,
+        fail_fast=True,
         description="Optional parts of the response: reasoning.encrypted_content, and message.output_text.logprobs for requests"
         " without tools to models that do not reason. Other values have no effect.",
     )

@@ -39,7 +39,7 @@ class DetokenizeRequest(Body):
 
 class ParseCallRequest(Body):
     text: str = Field(max_length=limits.MAX_RENDERED_CHARS, description="Output of a model, with the marks of its calls.")
-    tools: list[dict[str, Any]] = Field(description="The tools of the request, in the form of chat completions.")
+    tools: list[dict[str, Any]] = Field(fail_fast=True, description="The tools of the request, in the form of chat completions.")
     tool_call_parser: str = Field(description="Name of the format of the calls, either this server's or SGLang's.")
 
 

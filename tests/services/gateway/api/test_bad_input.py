@@ -10,8 +10,19 @@ import grpc
 import httpx
 import orjson
 import pytest
+from pydantic import ValidationError
 
-from rootstock_llm.services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
+from rootstock_llm.services.gateway.api.anthropic.types import MessagesRequest
+from rootstock_llm.services.gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from rootstock_llm.services.gateway.api.responses.types import ResponsesRequest
+from rootstock_llm.services.gateway.api.sglang.types import (
+    NativeGenerateRequest,
+    NativeSampling,
+    OpenSessionRequest,
+    ScoreRequest,
+)
+from rootstock_llm.services.gateway.api.texts.types import ParseCallRequest
+from rootstock_llm.services.gateway.generation.body_fields import Body
 from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import CONTEXT_LEN, EMBEDDING_SIZE, MODEL, VOCAB_SIZE
 from tests.services.gateway.system import System, chat_body
@@ -337,6 +348,38 @@ def test_neutral_values_of_unsupported_fields_are_accepted(shared: System) -> No
     answer = shared.chat(logprobs=False, response_format={"type": "text"}, tool_choice="auto", **nulls)
     assert answer.status_code == 200
     assert shared.complete(logprobs=False, best_of=1, suffix="").status_code == 200
+
+
+NO_VALUE = b""  # a value that no field of JSON allows
+NUM_WRONG = 4096  # invalid elements of one field
+MOST_ERRORS = 16  # more than the required fields of a body and the types of a field together
+VALIDATED: tuple[type[Body], ...] = (
+    *(ChatCompletionRequest, CompletionRequest, EmbeddingRequest, MessagesRequest, ResponsesRequest, ParseCallRequest),
+    *(NativeGenerateRequest, NativeSampling, OpenSessionRequest, ScoreRequest),
+)
+
+
+@pytest.mark.parametrize("body", VALIDATED)
+def test_validation_makes_few_errors_when_a_field_has_many_invalid_elements(body: type[Body]) -> None:
+    many: dict[str, Any] = {str(index): NO_VALUE for index in range(NUM_WRONG)}
+    for name in body.model_fields:
+        for value in ([NO_VALUE] * NUM_WRONG, many):
+            assert _num_errors(body, {name: value}) < MOST_ERRORS, (name, type(value))
+    assert _num_errors(body, many) < MOST_ERRORS
+
+
+def _num_errors(body: type[Body], given: dict[str, Any]) -> int:
+    try:
+        body.model_validate(given)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+def test_error_names_the_first_unknown_field_when_there_are_several(shared: System) -> None:
+    for given, param in (({"b": 1, "a": 1}, "b"), ({"session_params": {"b": 1, "a": 1}}, "session_params.b")):
+        error = shared.post("/generate", {"text": "x", **given}).json()["error"]
+        assert (error["param"], error["code"]) == (param, "unsupported_parameter")
 
 
 def test_error_before_a_stream_is_a_plain_response(shared: System) -> None:
