@@ -217,18 +217,19 @@ def _joined(messages: Sequence[Json]) -> list[Json]:
 
     An assistant message with calls is not joined with the next message.
     """
-    found: list[Json] = []
+    groups: list[list[Json]] = []  # messages that become one message; only the last one of a group may have calls
     for message in messages:
-        last = found[-1] if found else {}
+        last = groups[-1][-1] if groups else {}
         if message["role"] not in ("user", "assistant") or message["role"] != last.get("role") or "tool_calls" in last:
-            found.append(message)
-            continue
-        texts = [text for text in (last["content"], message["content"]) if text]
-        thoughts = [each["reasoning_content"] for each in (last, message) if each.get("reasoning_content")]
-        found[-1] = {**last, **message, "content": "\n\n".join(texts)}
-        if thoughts:
-            found[-1]["reasoning_content"] = "\n\n".join(thoughts)
-    return found
+            groups.append([])
+        groups[-1].append(message)
+    return [group[0] if len(group) == 1 else _one_message(group) for group in groups]
+
+
+def _one_message(group: Sequence[Json]) -> Json:
+    message: Json = {**group[-1], "content": "\n\n".join(each["content"] for each in group if each["content"])}
+    thoughts = [each["reasoning_content"] for each in group if "reasoning_content" in each]
+    return {**message, "reasoning_content": "\n\n".join(thoughts)} if thoughts else message
 
 
 def _message(message: Any, where: str) -> list[Json]:
@@ -260,21 +261,21 @@ def _blocks(content: Any, where: str) -> Sequence[Json]:
 
 def _user_messages(blocks: Sequence[Json], where: str) -> list[Json]:
     """Returns the messages for a user's blocks, in the order of the blocks. Each tool result becomes a message of its own."""
-    messages: list[Json] = []
+    messages: list[tuple[Json, list[str]]] = []  # each message without its content, and the texts of the content
     for index, block in enumerate(blocks):
         at = f"{where}[{index}]"
         if block["type"] == "tool_result":
             text = _text(block.get("content") or "", f"{at}.content")
             if block.get("is_error") is True and not text.startswith("Error"):
                 text = f"Error: {text}"
-            messages.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": text})
+            messages.append(({"role": "tool", "tool_call_id": _string(block, "tool_use_id", at)}, [text]))
         elif block["type"] == "text":
-            if not messages or messages[-1]["role"] != "user":
-                messages.append({"role": "user", "content": ""})
-            messages[-1]["content"] += _string(block, "text", at)
+            if not messages or messages[-1][0]["role"] != "user":
+                messages.append(({"role": "user"}, []))
+            messages[-1][1].append(_string(block, "text", at))
         else:
             raise _unserved(block["type"], at)
-    return messages or [{"role": "user", "content": ""}]
+    return [{**message, "content": "".join(texts)} for message, texts in messages] or [{"role": "user", "content": ""}]
 
 
 def _assistant_message(blocks: Sequence[Json], where: str) -> Json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -94,17 +95,17 @@ def messages_of(items: Iterable[Json]) -> list[Json]:
     after a call begins a new message.
     """
     messages: list[Json] = []
-    open_turn: Json | None = None
+    turn = _Turn()
     for item in items:
-        if not _is_model_output(item):
-            open_turn = None
+        is_output = _is_model_output(item)
+        if not is_output or (item["type"] != "function_call" and turn.calls):
+            messages += turn.messages()
+            turn = _Turn()
+        if is_output:
+            turn.add(item)
+        else:
             messages.append(_message_of(item))
-            continue
-        if open_turn is None or (item["type"] != "function_call" and "tool_calls" in open_turn):
-            open_turn = {"role": "assistant", "content": None}
-            messages.append(open_turn)
-        _add(item, open_turn)
-    return [message for message in messages if len(message) > 2 or message["content"] is not None]
+    return messages + turn.messages()
 
 
 def _is_model_output(item: Json) -> bool:
@@ -117,16 +118,31 @@ def _message_of(item: Json) -> Json:
     return {"role": item["role"], "content": _text(item["content"])}
 
 
-def _add(item: Json, turn: Json) -> None:
-    if item["type"] == "function_call":
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
-    elif item["type"] == "message":
-        turn["content"] = (turn["content"] or "") + _text(item["content"])
-    else:
-        text = _reasoning(item)
-        if text:
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+@dataclass(slots=True)
+class _Turn:
+    """Consecutive items that the model wrote. The texts are joined once, because a turn may have thousands of items."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)  # without empty texts
+    calls: list[Json] = field(default_factory=list)
+
+    def add(self, item: Json) -> None:
+        if item["type"] == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            self.calls.append({"id": item["call_id"], "type": "function", "function": function})
+        elif item["type"] == "message":
+            self.texts.append(_text(item["content"]))
+        elif text := _reasoning(item):
+            self.reasoning.append(text)
+
+    def messages(self) -> list[Json]:
+        """Returns the turn's assistant message, or an empty list if the turn has no text, no reasoning and no call."""
+        message: Json = {"role": "assistant", "content": "".join(self.texts) if self.texts else None}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return [message] if self.texts or len(message) > 2 else []
 
 
 def _reasoning(item: Json) -> str:

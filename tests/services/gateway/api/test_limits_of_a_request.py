@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import tracemalloc
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import pytest
 from rootstock_llm.protos import common_pb2 as pb
 from rootstock_llm.protos import worker_pb2
 from rootstock_llm.services.gateway.api import constraints
+from rootstock_llm.services.gateway.api.anthropic.translation import prompt_request
+from rootstock_llm.services.gateway.api.anthropic.types import CountTokensRequest
 from rootstock_llm.services.gateway.api.logprob_forms import SLICE_VALUES, LogprobSlices
 from rootstock_llm.services.gateway.api.openai.preparation import completion_generation
 from rootstock_llm.services.gateway.api.openai.types import CompletionRequest
+from rootstock_llm.services.gateway.api.responses.items import checked_items, messages_of
 from rootstock_llm.services.gateway.generation.errors import ApiError
 from rootstock_llm.services.gateway.generation.logprobs import LogprobRow, LogprobTable
 from rootstock_llm.services.gateway.generation.request import (
@@ -177,6 +181,115 @@ class TestLogprobTable:
             tracemalloc.stop()
         assert held < 1.5 * 4 * tokens * (1 + 2 * top)
         assert len(table) == tokens
+
+
+Json = dict[str, Any]
+NUM_PIECES = 64
+PIECE = "x" * 65_536  # text of one of NUM_PIECES items, messages or blocks that become one message
+
+
+def of_items(items: Sequence[Json]) -> Sequence[Json]:
+    return messages_of(checked_items(list(items), "input"))
+
+
+def of_messages(messages: Sequence[Json]) -> Sequence[Json]:
+    return prompt_request(CountTokensRequest(messages=list(messages)), omits_hosted=False).messages
+
+
+def of_blocks(role: str, blocks: Sequence[Json]) -> Sequence[Json]:
+    return of_messages([{"role": role, "content": list(blocks)}])
+
+
+@pytest.mark.parametrize(
+    ("translated", "given"),
+    [
+        (of_items, {"role": "assistant", "content": PIECE}),
+        (of_items, {"type": "reasoning", "summary": [{"text": PIECE}]}),
+        (of_messages, {"role": "user", "content": PIECE}),
+        (of_messages, {"role": "assistant", "content": [{"type": "thinking", "thinking": PIECE}]}),
+        (lambda blocks: of_blocks("user", blocks), {"type": "text", "text": PIECE}),
+    ],
+    ids=["items", "reasoning items", "messages", "thinking", "blocks"],
+)
+def test_translation_copies_each_text_once_when_many_become_one_message(
+    translated: Callable[[Sequence[Json]], Sequence[Json]], given: Json
+) -> None:
+    """If a message grew text by text, its old and its new content would be in memory at the same time."""
+    tracemalloc.start()
+    try:
+        (message,) = translated([given] * NUM_PIECES)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(text.count("x") for text in message.values() if isinstance(text, str)) == NUM_PIECES * len(PIECE)
+    assert peak < 1.5 * NUM_PIECES * len(PIECE)
+
+
+def test_consecutive_items_become_the_messages_of_a_pairwise_translation() -> None:
+    rng = random.Random(2)
+    for _ in range(500):
+        items = checked_items([_item(rng) for _ in range(rng.randrange(9))], "input")
+        pairwise: list[Json] = []
+        for item in items:
+            (found,) = messages_of([item]) or [{"role": "assistant", "content": None}]
+            last = pairwise[-1] if pairwise else {}
+            if found["role"] == last.get("role") == "assistant" and ("tool_calls" in found or "tool_calls" not in last):
+                pairwise[-1] = _both(last, found, "")
+            else:
+                pairwise.append(found)
+        assert list(messages_of(items)) == [each for each in pairwise if len(each) > 2 or each["content"] is not None], items
+
+
+def _item(rng: random.Random) -> Json:
+    return rng.choice(
+        (
+            {"role": "user", "content": rng.choice(("", "a"))},
+            {"role": "assistant", "content": rng.choice(("", "a", "b"))},
+            {"type": "reasoning", "summary": [{"text": rng.choice(("", "c", "d"))}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "e"},
+        )
+    )
+
+
+def test_consecutive_messages_become_the_messages_of_a_pairwise_translation() -> None:
+    rng = random.Random(3)
+    for _ in range(500):
+        given = [_message(rng) for _ in range(rng.randrange(1, 9))]
+        pairwise: list[Json] = []
+        for found in (each for message in given for each in of_messages([message])):
+            last = pairwise[-1] if pairwise else {}
+            if found["role"] == last.get("role") and found["role"] in ("user", "assistant") and "tool_calls" not in last:
+                both = _both(last, found, "\n\n")
+                pairwise[-1] = {**both, "content": both["content"] or ""}
+            else:
+                pairwise.append(found)
+        assert list(of_messages(given)) == pairwise, given
+
+
+def _message(rng: random.Random) -> Json:
+    text = {"type": "text", "text": rng.choice(("", "a", "b"))}
+    blocks = {
+        "user": (text, {"type": "tool_result", "tool_use_id": "1", "content": "c"}),
+        "assistant": (
+            *(text, {"type": "thinking", "thinking": rng.choice(("", "d", "e"))}),
+            {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+        ),
+        "system": (text,),
+    }
+    role = rng.choice(tuple(blocks))
+    return {"role": role, "content": rng.choices(blocks[role], k=rng.randrange(4))}
+
+
+def _both(first: Json, second: Json, separator: str) -> Json:
+    """Returns one message with the texts and the calls of two assistant or user messages."""
+    both = {"role": first["role"], "content": None}
+    for name in ("content", "reasoning_content"):
+        texts = [each[name] for each in (first, second) if each.get(name) is not None]
+        if texts:
+            both[name] = separator.join(text for text in texts if text)
+    calls = [call for each in (first, second) for call in each.get("tool_calls", ())]
+    return {**both, "tool_calls": calls} if calls else both
 
 
 class KnownTexts:
