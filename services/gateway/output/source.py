@@ -48,10 +48,23 @@ class Marks:
         return found.start() if found else stop
 
     def without(self, text: str) -> str:
-        """Removes marks until the text has no mark."""
-        while (rest := self._whole.sub("", text)) != text:
-            text = rest
-        return text
+        """Removes marks until the text has no mark.
+
+        A removal can join the text around it to a new mark, so only the characters around each removal are searched again. The
+        order of the removals does not change the result if no two marks overlap.
+        """
+        kept: list[str] = []  # the remaining characters of text[:at], which contain no mark
+        at, most = 0, self._most_begun + 1
+        while found := self._whole.search(text, at):
+            kept += text[at : found.start()]
+            at = found.end()
+            while before := "".join(kept[-most:]):
+                joined = self._whole.search(before + text[at : at + most])
+                if not joined or joined.start() >= len(before):
+                    break
+                del kept[joined.start() - len(before) :]
+                at += joined.end() - len(before)
+        return "".join(kept) + text[at:]
 
 
 class TextRecord:

@@ -7,6 +7,7 @@ Under our tag, the calls also follow the schemas of their tools.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 
 import jsonschema
@@ -102,3 +103,22 @@ def test_parser_reads_random_outputs_of_the_structural_tag_of_rootstock(name: st
             assert parallel or len(calls) <= 1, text
             assert not forced or (calls and not text_of(found).strip()), text
     assert len(called) > COUNT // 2 and set(called) == TOOLS.keys()
+
+
+@pytest.mark.parametrize("name", OUR_TAGS)
+def test_text_without_marks_equals_the_text_after_repeated_removal(name: str) -> None:
+    """The texts are made of halves of marks, so that a removal often joins two halves to another mark."""
+    reasoning = [()] if name == "harmony" else [pair for pair in REASONING_FORMATS.values() if len(pair) == 2]
+    for pair in reasoning:
+        marks = [*(harmony.MARKS if name == "harmony" else CALL_FORMATS[name].marks), *pair]
+        pattern, rng = re.compile("|".join(map(re.escape, marks))), random.Random(3)
+        for _ in range(10 * COUNT):
+            text = ""
+            for _ in range(rng.randrange(12)):
+                mark, at = rng.choice(marks), rng.randrange(len(text) + 1)
+                cut = rng.choice((0, 0, rng.randrange(len(mark))))
+                text = text[:at] + mark[cut:] + rng.choice(("", "", "a", "<")) + text[at:]
+            expected = text
+            while (rest := pattern.sub("", expected)) != expected:
+                expected = rest
+            assert Marks(*marks).without(text) == expected, text

@@ -6,6 +6,7 @@ Cost is the number of calls, or of reread characters.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Mapping
 from types import FrameType
@@ -17,7 +18,7 @@ from rootstock_llm.services.gateway.api.texts.parsing import calls_in
 from rootstock_llm.services.gateway.output.formats.families import output_parser
 from rootstock_llm.services.gateway.output.output_parser import OutputParser
 from rootstock_llm.services.gateway.output.reading import ReadingParser
-from rootstock_llm.services.gateway.output.source import Source
+from rootstock_llm.services.gateway.output.source import Marks, Source
 from rootstock_llm.services.shared.output_formats import OutputFormats
 from tests.services.gateway.output.outputs import setup_of
 
@@ -116,6 +117,35 @@ def test_parser_input_is_not_copied_while_no_text_is_read() -> None:
             next(reading)
         source.give_back(read.value.value)
         assert source._text is text and source._at == 0
+
+
+class CountingPattern:
+    """A compiled pattern that counts the characters that it searches."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self.num_searched = 0
+
+    def search(self, text: str, at: int = 0) -> re.Match[str] | None:
+        found = self._pattern.search(text, at)
+        self.num_searched += (found.end() if found else len(text)) - at
+        return found
+
+    def sub(self, new: str, text: str) -> str:
+        self.num_searched += len(text)
+        return self._pattern.sub(new, text)
+
+
+def test_removal_of_nested_marks_searches_each_character_a_constant_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_searched(depth: int) -> int:
+        pattern = CountingPattern(re.compile("<call>|</call>"))
+        with monkeypatch.context() as patch:
+            patch.setattr(re, "compile", lambda _: pattern)
+            marks = Marks("<call>", "</call>")
+        assert marks.without("a" + "<ca" * depth + "<call>" + "ll>" * depth + "b") == "ab"
+        return pattern.num_searched
+
+    assert num_searched(1000) <= 11 * num_searched(100)
 
 
 def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
