@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -76,20 +75,25 @@ class HeldBlanks:
         """
         body = text.rstrip(BLANKS)
         if not body:
-            self._held.append(text)
+            self._hold(text)
             return ""
         shown = "".join([*self._held, body])
-        self._held = [text[len(body) :]]
+        self._held = []
+        self._hold(text[len(body) :])
         return shown
 
-    @property
-    def held(self) -> str:
-        return "".join(self._held)
+    def tail(self, size: int) -> str:
+        """Returns the last `size` held blanks, or all of them if there are fewer. `size` is at least 1."""
+        return "".join(piece[-size:] for piece in self._held[-size:])[-size:]
 
     def take(self) -> str:
         """Returns the held blanks and drops them."""
         found, self._held = "".join(self._held), []
         return found
+
+    def _hold(self, blanks: str) -> None:
+        if blanks:  # tail() relies on pieces of at least one character
+            self._held.append(blanks)
 
 
 class EventWriter:
@@ -115,8 +119,7 @@ class EventWriter:
         self._thought = HeldBlanks()
         self._thinking = False  # whether the open reasoning has an event
         self._text_since_call = False  # see wrote_text
-        # Last pieces of the written text, of which the last _TAIL_CHARS characters matter.
-        self._tail = deque[str](maxlen=_TAIL_CHARS)
+        self._tail = ""  # the last _TAIL_CHARS characters of the written text
         self._at_seam = False  # whether a mark or call was removed after the written text
         self._seam = ""  # text after the removed part, held because it may form a mark together with the text before the part
         self.begun = 0  # number of started calls, including dropped calls
@@ -137,7 +140,7 @@ class EventWriter:
         shown = self._blanks.add(text)
         if shown:
             self._text_since_call = True
-            self._tail.append(shown)
+            self._tail = (self._tail + shown[-_TAIL_CHARS:])[-_TAIL_CHARS:]
             self.log.grow(Text, Text, shown)
 
     def stray(self, text: str) -> None:
@@ -154,7 +157,7 @@ class EventWriter:
             The text to write. It begins with a blank if it would otherwise form a mark with the written text. "" if this
             depends on more text; the text is then held.
         """
-        text, before = self._seam + text, "".join(self._tail)[-_TAIL_CHARS:] + self._blanks.held
+        text, before = self._seam + text, (self._tail + self._blanks.tail(_TAIL_CHARS))[-_TAIL_CHARS:]
         joint, size = before + text, len(before)
         found = self._marks.find(joint, 0, len(joint))
         if not found and self._marks.begun(joint, 0, len(joint)) < size:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from rootstock_llm.services.gateway.api.texts.parsing import calls_in
+from rootstock_llm.services.gateway.output.event_writer import EventWriter
 from rootstock_llm.services.gateway.output.formats.families import output_parser
-from rootstock_llm.services.gateway.output.output_parser import OutputParser
+from rootstock_llm.services.gateway.output.output_parser import OutputParser, Text
 from rootstock_llm.services.gateway.output.reading import ReadingParser
 from rootstock_llm.services.gateway.output.source import Marks, Source
 from rootstock_llm.services.shared.output_formats import OutputFormats
@@ -146,6 +147,28 @@ def test_removal_of_nested_marks_searches_each_character_a_constant_number_of_ti
         return pattern.num_searched
 
     assert num_searched(1000) <= 11 * num_searched(100)
+
+
+class CountingMarks(Marks):
+    """Marks that store the size of the largest text in which they were searched."""
+
+    largest = 0
+
+    def find(self, text: str, at: int, stop: int) -> re.Match[str] | None:
+        self.largest = max(self.largest, stop - at)
+        return super().find(text, at, stop)
+
+
+def test_text_after_a_removed_mark_is_joined_without_a_search_of_all_held_blanks() -> None:
+    marks = CountingMarks("</call>")
+    writer = EventWriter(setup_of(), marks)
+    writer.text("a" * 1000)
+    for _ in range(1000):
+        writer.stray("</call>")
+        writer.text(" ")
+    writer.finish()
+    assert writer.log.take() == [Text("a" * 1000 + " " * 1000)]
+    assert 0 < marks.largest <= 2 * MARK_CHARS
 
 
 def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
