@@ -95,7 +95,7 @@ class ResponsesCall:
             origin.stream()
         items = checked_items([] if parsed.input is None else parsed.input, "input", omits)
         self._before = await self._context(parsed, body.grow_by)
-        self._items = await self._records.resolved(self._owner, items, self._before)
+        self._items = await self._records.resolved(self._owner, items, self._before, body.grow_by)
         self._parsed = parsed.model_copy(update={"input": None})  # frees up to 64 MiB; `_items` has a copy
 
     def _check_background(self) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,18 +89,35 @@ class Records:
         await reserve(len(found.content))
         return Context(orjson.loads(found.content)["items"])
 
-    async def resolved(self, owner: str, items: Sequence[Json], before: Context) -> list[Json]:
+    async def resolved(self, owner: str, items: Sequence[Json], before: Context, reserve: Hold) -> list[Json]:
         """Returns the items with each reference replaced by the stored item that it names.
 
-        A reference to an item of the context is removed, because the context already has the item.
+        A reference to an item of the context is removed, because the context already has the item. Each response is read once.
+        References to the same item share one object, but each reference counts for `reserve` and for MAX_CHAIN_BYTES, because
+        the prompt repeats the item.
+
+        Args:
+            reserve: Reserves the bytes of the referenced items in the body budget.
         """
         known = {item["id"] for item in before.items}
-        found = []
+        references = Counter(item["id"] for item in items if item["type"] == REFERENCE and item["id"] not in known)
+        stored: dict[str, dict[str, Json]] = {}  # the referenced items of each response by their ids
+        found, num_bytes = [], 0
         for index, item in enumerate(items):
             if item["type"] != REFERENCE:
                 found.append(item)
             elif item["id"] not in known:
-                found.append(await self._referenced_item(owner, item["id"], f"input[{index}].id"))
+                name = response_of(item["id"]) or ""
+                if name not in stored:
+                    stored[name] = await self._output_items(owner, name, references)
+                    size = sum(references[each] * len(orjson.dumps(output)) for each, output in stored[name].items())
+                    num_bytes += size
+                    if num_bytes > limits.MAX_CHAIN_BYTES:
+                        raise _references_too_large()
+                    await reserve(size)
+                if item["id"] not in stored[name]:
+                    raise _not_found(f"input[{index}].id", "No item has this id, or the item has expired.", "item_not_found")
+                found.append(stored[name][item["id"]])
         return found
 
     async def store_response(self, owner: str, response: Json, items: Sequence[Json], before: Context) -> bool:
@@ -232,15 +250,11 @@ class Records:
         record: Json = orjson.loads(found.content)
         return record
 
-    async def _referenced_item(self, owner: str, item_id: str, param: str) -> Json:
-        name = response_of(item_id)
-        (found,) = await self._get(owner, [name]) if name else [None]
-        output = orjson.loads(found.content)["response"]["output"] if found is not None else ()
-        match = [item for item in output if item["id"] == item_id]
-        if not match:
-            raise _not_found(param, "No item has this id, or the item has expired.", "item_not_found")
-        item: Json = match[0]
-        return item
+    async def _output_items(self, owner: str, response_id: str, item_ids: Container[str]) -> dict[str, Json]:
+        """Returns the output items of a response that have one of these ids, by id. Empty if no response has this id."""
+        (found,) = await self._get(owner, [response_id]) if response_id else [None]
+        output = () if found is None else orjson.loads(found.content)["response"]["output"]
+        return {item["id"]: item for item in output if item["id"] in item_ids}
 
     async def _get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
         async with self._connected_store() as store:
@@ -290,6 +304,11 @@ def _not_found(param: str, message: str, code: str) -> ApiError:
 
 def object_not_found(param: str) -> ApiError:
     return _not_found(param, "No object has this id, or the object has expired.", "not_found")
+
+
+def _references_too_large() -> ApiError:
+    message = f"The items that 'input' refers to have more than {limits.MAX_CHAIN_BYTES} bytes. Refer to fewer items."
+    return ApiError(413, message, param="input", code="request_too_large")
 
 
 def _store_full() -> ApiError:

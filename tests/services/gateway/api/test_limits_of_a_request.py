@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import orjson
 import pytest
 
 from rootstock_llm.protos import common_pb2 as pb
@@ -18,7 +19,8 @@ from rootstock_llm.services.gateway.api.anthropic.types import CountTokensReques
 from rootstock_llm.services.gateway.api.logprob_forms import SLICE_VALUES, LogprobSlices
 from rootstock_llm.services.gateway.api.openai.preparation import completion_generation
 from rootstock_llm.services.gateway.api.openai.types import CompletionRequest
-from rootstock_llm.services.gateway.api.responses.items import checked_items, messages_of
+from rootstock_llm.services.gateway.api.responses.items import REFERENCE, checked_items, messages_of
+from rootstock_llm.services.gateway.api.responses.records import Context, Records, record_of
 from rootstock_llm.services.gateway.generation.errors import ApiError
 from rootstock_llm.services.gateway.generation.logprobs import LogprobRow, LogprobTable
 from rootstock_llm.services.gateway.generation.request import (
@@ -29,6 +31,7 @@ from rootstock_llm.services.gateway.generation.request import (
     check_logprobs,
     logprob_values,
 )
+from rootstock_llm.services.gateway.store.state_store import StoredRecord
 from rootstock_llm.services.shared import limits
 from tests.services.gateway.fakes import CONTEXT_LEN, MODEL, VOCAB_SIZE, logprob_rows
 from tests.services.gateway.system import System
@@ -290,6 +293,62 @@ def _both(first: Json, second: Json, separator: str) -> Json:
             both[name] = separator.join(text for text in texts if text)
     calls = [call for each in (first, second) for call in each.get("tool_calls", ())]
     return {**both, "tool_calls": calls} if calls else both
+
+
+class FakeStore:
+    """Has one stored response with `num_items` output items of about `size` bytes, and counts the reads."""
+
+    def __init__(self, num_items: int, size: int) -> None:
+        output = [{"id": f"msg_{'a' * 32}{index:04x}", "text": "x" * size} for index in range(num_items)]
+        self.response_id = f"resp_{'a' * 32}"
+        self.item_ids = [item["id"] for item in output]
+        self.num_reads = 0
+        self._content = orjson.dumps(record_of({"id": self.response_id, "output": output}, [], (), 0))
+
+    async def get(self, owner: str, names: Sequence[str]) -> list[StoredRecord | None]:
+        self.num_reads += len(names)
+        return [StoredRecord(self._content, 1) if name == self.response_id else None for name in names]
+
+    def resolved(self, item_ids: Sequence[str], before: Context | None = None) -> tuple[list[Json], int]:
+        """Returns the items of a request with references to these items, and the number of reserved bytes."""
+        reserved = []
+
+        async def reserve(size: int) -> None:
+            reserved.append(size)
+
+        items = checked_items([{"type": REFERENCE, "id": item_id} for item_id in item_ids], "input")
+        records = Records(self, retry_after_s=1)  # type: ignore[arg-type]
+        return asyncio.run(records.resolved("owner", items, before or Context(), reserve)), sum(reserved)
+
+
+class TestItemReferences:
+    def test_request_reads_a_response_once_when_many_references_name_its_items(self) -> None:
+        store = FakeStore(num_items=2, size=1000)
+        found, reserved = store.resolved(store.item_ids * 1000)
+        assert [item["id"] for item in found] == store.item_ids * 1000
+        assert store.num_reads == 1
+        assert len({id(item) for item in found}) == 2
+        assert 2000 * 1000 < reserved < 2000 * 1100
+
+    def test_reference_reserves_no_bytes_when_the_context_has_the_item(self) -> None:
+        store = FakeStore(num_items=1, size=1000)
+        assert store.resolved(store.item_ids, Context([{"id": store.item_ids[0]}])) == ([], 0)
+        assert store.num_reads == 0
+
+    def test_references_get_413_when_their_items_exceed_the_limit_together(self) -> None:
+        size = limits.MAX_CHAIN_BYTES // 64
+        store = FakeStore(num_items=1, size=size)
+        assert len(store.resolved(store.item_ids * 63)[0]) == 63
+        with pytest.raises(ApiError) as refused:
+            store.resolved(store.item_ids * 64)
+        assert (refused.value.status, refused.value.param, refused.value.code) == (413, "input", "request_too_large")
+
+    def test_error_names_the_first_reference_without_an_item(self) -> None:
+        store = FakeStore(num_items=1, size=1)
+        for missing in (f"msg_{'a' * 32}0001", f"msg_{'b' * 36}", "msg_1"):
+            with pytest.raises(ApiError) as refused:
+                store.resolved([*store.item_ids, missing, "msg_2"])
+            assert (refused.value.status, refused.value.param, refused.value.code) == (404, "input[1].id", "item_not_found")
 
 
 class KnownTexts:
