@@ -52,13 +52,14 @@ async def calls_in(text: str, tools: Mapping[str, Schema | None], parser: str, m
     formats = OutputFormats(name, "harmony" if name == "harmony" else NONE)
     events = await _events(text, formats, ParserSetup(tools, limits.MAX_CALLS), make)
     order = list(tools)
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[str, list[str]]] = []  # by the index of a call: its name and the pieces of its arguments
     for event in events:
         if isinstance(event, CallStart):
-            calls.append({"tool_index": order.index(event.name), "name": event.name, "parameters": ""})
+            calls.append((event.name, []))
         elif isinstance(event, CallArguments):
-            calls[event.index]["parameters"] += event.fragment
-    return {"normal_text": _texts(events), "calls": calls}
+            calls[event.index][1].append(event.fragment)
+    found = [{"tool_index": order.index(called), "name": called, "parameters": "".join(pieces)} for called, pieces in calls]
+    return {"normal_text": _texts(events), "calls": found}
 
 
 async def reasoning_in(text: str, parser: str, make: MakeParser) -> dict[str, Any]:

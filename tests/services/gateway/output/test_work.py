@@ -17,7 +17,7 @@ import pytest
 from rootstock_llm.services.gateway.api.texts.parsing import calls_in
 from rootstock_llm.services.gateway.output.event_writer import EventWriter
 from rootstock_llm.services.gateway.output.formats.families import output_parser
-from rootstock_llm.services.gateway.output.output_parser import OutputParser, Text
+from rootstock_llm.services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, OutputParser, Text
 from rootstock_llm.services.gateway.output.reading import ReadingParser
 from rootstock_llm.services.gateway.output.source import Marks, Source
 from rootstock_llm.services.shared.output_formats import OutputFormats
@@ -185,6 +185,30 @@ def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
         counting.cancel()
 
     asyncio.run(body())
+
+
+class CountingText(str):
+    """A piece of text that counts the characters of all texts that it is added to, including its own."""
+
+    num_copied = 0
+
+    def __radd__(self, other: str) -> str:
+        CountingText.num_copied += len(other) + len(self)
+        return str.__add__(other, self)
+
+
+def test_arguments_of_a_call_are_joined_without_repeated_copies() -> None:
+    class Parser:
+        def feed(self, text: str) -> list[Event]:
+            return [CallStart(0, "ping"), *(CallArguments(0, CountingText(char)) for char in text)]
+
+        def finish(self, cut: bool = False) -> list[Event]:
+            return [CallEnd(0)]
+
+    CountingText.num_copied = 0
+    found = asyncio.run(calls_in("{" + " " * 1000 + "}", {"ping": None}, "hermes", lambda *_: Parser()))
+    assert found["calls"] == [{"tool_index": 0, "name": "ping", "parameters": "{" + " " * 1000 + "}"}]
+    assert CountingText.num_copied <= 2 * 1002
 
 
 def test_parser_work_per_character_does_not_grow_with_the_length_of_the_output() -> None:
