@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rootstock_llm.services.gateway.dispatch.dispatcher import Dispatcher
-from rootstock_llm.services.gateway.dispatch.model_pool import AnyLink, ModelPool
+from rootstock_llm.services.gateway.dispatch.model_pool import AnyLink
 from rootstock_llm.services.gateway.observe.metrics import KeySigns
 from rootstock_llm.services.shared.tls.mutual_tls import MutualTls
 
@@ -67,14 +67,18 @@ class StatusReport:
         self._tokenizers, self._detokenizers = tokenizers, detokenizers
         self._surroundings = surroundings
 
-    def report(self) -> dict[str, Any]:
+    def report(self, may_use: Callable[[str], bool]) -> dict[str, Any]:
         """Returns the fields `workers` and `gateway` of the response to GET /server_info.
 
         Workers are sorted by id. Workers whose id is unknown are last.
+
+        Args:
+            may_use: Whether `workers` has the workers of the model with this name. The name is "" if the model is unknown.
         """
         dispatcher, now = self._dispatcher, asyncio.get_running_loop().time()
         fleet, usable = dispatcher.fleet, set(dispatcher.fleet.usable())
-        workers = [_worker(link, fleet.pool_of(link), link in usable, now) for link in fleet.links.values()]
+        named = [(link, fleet.model_name(link)) for link in fleet.links.values()]
+        workers = [_worker(link, name, link in usable, now) for link, name in named if may_use(name or "")]
         return {
             "workers": sorted(workers, key=lambda worker: (worker["worker_id"] is None, worker["worker_id"] or "")),
             "gateway": {
@@ -87,18 +91,18 @@ class StatusReport:
         }
 
 
-def _worker(link: AnyLink, pool: ModelPool[Any] | None, usable: bool, now: float) -> dict[str, Any]:
+def _worker(link: AnyLink, model: str | None, usable: bool, now: float) -> dict[str, Any]:
     """Returns the status of one worker, without its address, because clients do not need it.
 
     Args:
-        pool: The pool of the worker's model, or None while the worker is not connected.
+        model: Name that clients use for the worker's model, or None if it is unknown.
         usable: Whether this gateway sends requests to the worker.
         now: Time of the event loop's clock.
     """
     info, load = link.info or link.last_info, link.load
     return {
         "worker_id": info and info.worker_id,
-        "model": pool.model.name if pool is not None else info and info.model,
+        "model": model,
         "role": info and (info.role or "both"),
         "state": _state(link, usable, now),
         "told_s_ago": round(now - link.load_at, 3) if load is not None else None,

@@ -78,9 +78,19 @@ class Fleet:
             if self.mirror is not None:
                 group.create_task(self.mirror.run())
 
-    def loads(self) -> list[dict[str, str | int]]:
-        """Returns the loads that workers have reported, in the form of SGLang's /get_load."""
-        reported = [(link.info, link.load) for link in self.links.values() if link.info is not None and link.load is not None]
+    def model_name(self, link: AnyLink) -> str | None:
+        """Returns the name that clients use for the model of a worker. None if the worker has never connected."""
+        info = link.info or link.last_info
+        return None if info is None else self._settings.model_name or info.model
+
+    def loads(self, may_use: Callable[[str], bool]) -> list[dict[str, str | int]]:
+        """Returns the loads that workers have reported, in the form of SGLang's /get_load.
+
+        Args:
+            may_use: Whether the workers of the model with this name are in the result.
+        """
+        links = [link for link in self.links.values() if may_use(self.model_name(link) or "")]
+        reported = [(link.info, link.load) for link in links if link.info is not None and link.load is not None]
         return [
             {
                 "worker_id": info.worker_id,

@@ -42,8 +42,9 @@ from rootstock_llm.services.shared import limits
 
 B = TypeVar("B", bound=Body)
 ReadTools = Callable[[Sequence[Any]], Mapping[str, Schema | None]]  # returns parameters by tool name; raises ApiError
-Loads = Callable[[], Sequence[Mapping[str, Any]]]  # returns the last load report of each connected worker
-ReadStatus = Callable[[], Mapping[str, Any]]  # returns the status of this gateway and of its workers
+MayUse = Callable[[str], bool]  # whether an API key may use the model of this name; see Caller.may_use()
+Loads = Callable[[MayUse], Sequence[Mapping[str, Any]]]  # returns the last load reports of the models' connected workers
+ReadStatus = Callable[[MayUse], Mapping[str, Any]]  # returns the status of this gateway and of the models' workers
 
 
 class Texts(Protocol):
@@ -137,8 +138,9 @@ class TextsApi:
             found = await reasoning_in(given.text, given.reasoning_parser, self._make_parser)
         return json_response(found)
 
-    async def _get_load(self, _: Request) -> Response:
-        return json_response(self._loads())
+    async def _get_load(self, request: Request) -> Response:
+        caller: Caller = request.scope["state"]["caller"]
+        return json_response(self._loads(caller.may_use))
 
     async def _server_info(self, request: Request) -> Response:
         caller: Caller = request.scope["state"]["caller"]
@@ -162,8 +164,8 @@ class TextsApi:
                     }
                     for model in served
                 ],
-                "loads": self._loads(),
-                **self._status(),
+                "loads": self._loads(caller.may_use),
+                **self._status(caller.may_use),
             }
         )
 
