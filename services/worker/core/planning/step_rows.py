@@ -233,9 +233,9 @@ def _routed_columns(rows: StepRows, columns: SlotColumns) -> tuple[I32, I32]:
     (decodes,) = columns.returns_experts[rows.decode_slots].nonzero()
     if not rows.routed and not len(decodes):
         return _NONE, _NONE
-    decodes = (decodes + len(rows.extends)).astype(np.int32)
+    numbers = (decodes + len(rows.extends)).astype(np.int32)
     extends = [row for row, _ in rows.routed]
-    return _before(extends, decodes), _before([offset for _, offset in rows.routed], np.zeros_like(decodes))
+    return _before(extends, numbers), _before([offset for _, offset in rows.routed], np.zeros_like(numbers))
 
 
 def _joined(rows: Sequence[I32]) -> I32:
