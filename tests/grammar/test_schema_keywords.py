@@ -190,6 +190,9 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({**OBJ, "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#"),
     ({**OBJ, "properties": {"a/b": {"items": {"not": {}}}}}, "#/properties/a~1b/items/not"),
     ({"anyOf": [{}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"not": {}}}}, "#/$defs/x/not"),
+    ({"type": "number", "minimum": 1e-8, "maximum": 1e-7}, "#"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-7}, "#"),
+    ({"type": "string", "pattern": "\\t(?=b)\\s$"}, "#/pattern"),
 ]
 
 

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer
@@ -33,8 +34,12 @@ class _Metered:
 class ModelText:
     """Implements TextRules. Only the scheduler loop's thread uses it.
 
-    Some tokenizers include the space before a word in the word's token, but drop this space at the start of a text. decode()
-    therefore puts an anchor token before the ids, and removes the anchor's text from the result.
+    Tokenizers with byte fallback need two precautions for a window that begins within the output:
+
+    - They include the space before a word in the word's token, but drop this space at the start of a text. decode() therefore
+      puts an anchor token before the ids, and removes the anchor's text from the result.
+    - Their decoder replaces a whole run of byte tokens if one byte is wrong, for example because the window begins within a
+      character. decode() therefore decodes the bytes itself.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -44,7 +49,15 @@ class ModelText:
         self._patterns: OrderedDict[str, _Metered] = OrderedDict()  # least recently used first
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode([*self._anchor, *ids], skip_special_tokens)[self._anchor_chars :]
+        if not self._anchor:
+            return self._tokenizer.decode(ids, skip_special_tokens)
+        parts: list[str] = []
+        for are_bytes, run in groupby(ids, lambda token: self._tokenizer.token_bytes(token) is not None):
+            if are_bytes:
+                parts.append(b"".join(self._tokenizer.token_bytes(token) or b"" for token in run).decode(errors="replace"))
+            else:
+                parts.append(self._tokenizer.decode([*self._anchor, *run], skip_special_tokens)[self._anchor_chars :])
+        return "".join(parts)
 
     def search(self, pattern: str, text: str) -> bool:
         """Returns whether the pattern matches anywhere in the text.

@@ -48,12 +48,12 @@ class Automaton:
         Returns:
             (smallest, largest). `largest` is None if it is unlimited. (0, 0) if the language has no text.
         """
+        if self.is_empty:
+            return 0, 0
         layer, shortest = {0}, 0
         while not any(self.accepts[state] for state in layer):
             layer = {target for state in layer for _, _, target in self.spans[state]}
             shortest += 1
-            if not layer:
-                return 0, 0
         entries = [0] * len(self.accepts)
         for edges in self.spans:
             for _, _, target in edges:

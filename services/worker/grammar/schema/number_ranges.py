@@ -25,6 +25,7 @@ _NAME = re.compile(r"\broot\w*\b")
 MAX_MULTIPLE = 1000  # largest divisor that is passed to xgrammar's converter
 INT64 = 1 << 63
 MAX_SCALED = 10**15 - 1  # largest multiple, read without its decimal point; a double can hold every whole number up to it
+MOST_DECIMALS = 6  # decimals of the numbers that xgrammar's converter generates within bounds
 _DIGIT = ord("0")
 Digits = TypeVar("Digits", int, str)  # a number of digits (int), or one digit (str)
 
@@ -55,6 +56,11 @@ def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | 
 
 def import_rules(keywords: dict[str, float | int], kind: str, prefix: str, path: str) -> dict[str, str]:
     """Returns the EBNF rules of xgrammar's converter by name. `prefix` is the start rule's name. Raises GrammarRefused."""
+    low, high = _bound(keywords, "minimum", max, path), _bound(keywords, "maximum", min, path)
+    if kind == "number" and low is not None and high is not None:
+        scale = 10**MOST_DECIMALS
+        if _scaled(low, scale, 1, 0) > _scaled(high, scale, -1, 0):  # the converter's rules would match only the empty text
+            raise refuse(path, f"no number with at most {MOST_DECIMALS} decimals is within the bounds")
     schema = json.dumps({"type": kind, **keywords})
     try:
         text = str(xgrammar.Grammar.from_json_schema(schema))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from rootstock_llm.services.shared.hf_tokenizer import HfTokenizer, load_tokenizer
 from rootstock_llm.services.worker.loop.text_rules import MAX_PATTERNS, ModelText, PatternTooExpensive
@@ -18,6 +19,31 @@ def test_text_of_the_last_tokens_is_the_end_of_the_whole_text(tokenizer: HfToken
     rules = ModelText(tokenizer)
     for cut in range(len(ids)):
         assert text.endswith(rules.decode(ids[cut:], True))
+
+
+def with_byte_fallback() -> HfTokenizer:
+    """Returns a tokenizer with the decoder of Llama 2: characters outside of a to z are byte tokens, also newlines."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(ord("a"), ord("z") + 1))]
+    model = models.BPE(
+        vocab={name: number for number, name in enumerate(names)}, merges=[], unk_token="<unk>", byte_fallback=True
+    )
+    made = Tokenizer(model)
+    made.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    return HfTokenizer(made, {}, {})
+
+
+@pytest.mark.parametrize("text", ["ab தமிழ்\nuser", "龘靐齉。\n龘靐", "a b🙂\n🎉c d"])
+def test_text_of_the_last_tokens_is_complete_when_it_begins_within_a_character(text: str) -> None:
+    tokenizer = with_byte_fallback()
+    rules = ModelText(tokenizer)
+    ids = tokenizer.encode_batch([text], False)[0]
+    for cut in range(len(ids)):
+        window = rules.decode(ids[cut:], True)
+        assert text.endswith(window.lstrip("\N{REPLACEMENT CHARACTER}")), (cut, window)
+        whole = [at for at in range(len(text)) if len(text[at:].encode()) <= len(ids) - cut]
+        assert window.endswith(text[whole[0] :] if whole else ""), (cut, window)
 
 
 def test_search_finds_matches_and_caches_the_latest_patterns(tokenizer: HfTokenizer) -> None:
