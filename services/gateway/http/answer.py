@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rootstock_llm.services.gateway.config.settings import GatewaySettings
 from rootstock_llm.services.gateway.generation.bodies import ClientGone, RequestBody
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 READ_AHEAD_BYTES = 1 << 16  # response bytes that the server buffers for a slow client
+UNREAD_S = 60.0  # seconds that a client may take to read one piece of a response that send_while_read() sends
 ERROR_SEND_S = 0.5  # seconds for sending an error to a client that may have stopped reading
 ROUTING_KEY_HEADER = b"x-smg-routing-key"
 REPORT_HEADER = b"x-rootstock-report"
@@ -275,6 +276,24 @@ class HttpSink(Sink):
 
 def _trace_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): headers[name].decode("latin-1") for name in (b"traceparent", b"tracestate") if name in headers}
+
+
+def send_while_read(scope: Scope, send: Send) -> Send:
+    """Returns a function that sends messages as `send` does, and limits the time for which the client does not read.
+
+    If a message waits for the client for UNREAD_S, the function closes the connection and raises ClientGone.
+    """
+
+    async def limited(message: Message) -> None:
+        try:
+            async with asyncio.timeout(UNREAD_S):
+                await send(message)
+        except TimeoutError:
+            scope["state"][CUT] = True
+            cut(scope)
+            raise ClientGone from None
+
+    return limited
 
 
 def json_response(content: Any, status: int = 200) -> Response:

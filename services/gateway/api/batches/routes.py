@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from rootstock_llm.services.gateway.api.batches.cards import batch_card, file_card, list_of
 from rootstock_llm.services.gateway.api.batches.kept import BatchRecords, NewBatch
@@ -16,8 +17,9 @@ from rootstock_llm.services.gateway.api.batches.types import BatchRequest
 from rootstock_llm.services.gateway.api.batches.upload import UploadLimits, receive_file
 from rootstock_llm.services.gateway.api.document.operation import BINARY
 from rootstock_llm.services.gateway.api.request_body import of_validation, parse_json
+from rootstock_llm.services.gateway.generation.bodies import ClientGone
 from rootstock_llm.services.gateway.generation.errors import AnswerForm, bad_request
-from rootstock_llm.services.gateway.http.answer import HttpPort, json_response
+from rootstock_llm.services.gateway.http.answer import READ_AHEAD_BYTES, HttpPort, json_response, send_while_read
 from rootstock_llm.services.gateway.service.sink import MakeOperation
 from rootstock_llm.services.gateway.store.metadata import check_metadata
 from rootstock_llm.services.gateway.store.owner import owner_of
@@ -25,6 +27,16 @@ from rootstock_llm.services.gateway.store.stored_files import StoredFile
 from rootstock_llm.services.shared import limits
 
 _FILES_A_PAGE, _BATCHES_A_PAGE = (10_000, 10_000), (20, 100)  # (default, maximum) of the query parameter 'limit'
+
+
+class FileContent(StreamingResponse):
+    """The content of a file. If the client does not read it, the connection is closed; see send_while_read()."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send_while_read(scope, send))
+        except ClientGone:
+            return
 
 
 class BatchesApi:
@@ -83,16 +95,17 @@ class BatchesApi:
         owner = _owner(request)
         found = await self._records.file(owner, request.path_params["file_id"])
         headers = {"content-length": str(found.size)}
-        return StreamingResponse(self._content(owner, found), media_type=BINARY, headers=headers)
+        return FileContent(self._content(owner, found), media_type=BINARY, headers=headers)
 
     async def _content(self, owner: str, file: StoredFile) -> AsyncIterator[bytes]:
-        """Yields the file's content.
+        """Yields the file's content in pieces of at most READ_AHEAD_BYTES.
 
         If reading fails after the first piece, the connection is closed, because the status was already sent.
         """
         async with self._records.connected_stores() as stores:
-            async for piece in stores.files.content(owner, file):
-                yield piece
+            async for chunk in stores.files.content(owner, file):
+                for at in range(0, len(chunk), READ_AHEAD_BYTES):
+                    yield chunk[at : at + READ_AHEAD_BYTES]
 
     async def _begin(self, request: Request) -> Response:
         new = await self._parsed_body(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from rootstock_llm.protos import common_pb2 as pb
 from rootstock_llm.services.gateway.batches import batch_run, batch_runner, lanes
 from rootstock_llm.services.gateway.batches.line_call import LineAttempt, LineCalls
 from rootstock_llm.services.gateway.generation.origin import Caller
+from rootstock_llm.services.gateway.http import answer
 from rootstock_llm.services.gateway.keys import key_ring, key_table
 from rootstock_llm.services.gateway.store.batch_record import BatchStatus
 from rootstock_llm.services.gateway.store.batch_store import BatchStore, LineResult, batch_lease
@@ -194,6 +196,28 @@ def test_deletion_removes_a_file_unless_a_batch_reads_the_file(system: System, c
         for find in (client.files.retrieve, client.files.content, client.files.delete):
             with pytest.raises(openai.NotFoundError):
                 find(file_id)
+
+
+def test_download_of_a_file_is_closed_when_the_client_does_not_read(
+    system: System, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, server = jsonl([b" " * (16 << 20)]), system.gateway._http
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    with socket.socket() as reader, monkeypatch.context() as patch:
+        patch.setattr(answer, "UNREAD_S", 0.2)
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", system.port))
+        address = reader.getsockname()
+
+        def is_open() -> bool:
+            return any(each.client == address for each in list(server.server_state.connections))
+
+        wait_until(is_open, "the connection")
+        head = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nhost: test\r\nauthorization: Bearer alice\r\n\r\n"
+        reader.sendall(head.encode())
+        wait_until(lambda: not is_open(), "the end of the connection")
+        assert reader.recv(12) == b"HTTP/1.1 200"
+    assert client.files.content(file.id).content == content
 
 
 def test_cancelled_batch_keeps_the_results_of_completed_lines(system: System, client: OpenAI) -> None:
