@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rootstock_llm.services.gateway.output.parameter_types import quoted
@@ -263,6 +264,7 @@ class _JsonRepairer:
             Whether the outermost bracket was closed.
         """
         source, breaks, in_string = self._source, self._breaks, False
+        num_open = Counter(closers)
         while closers:
             yield from source.run(breaks.quoted if in_string else breaks.outside, discard)
             char = yield from source.peek()
@@ -279,9 +281,12 @@ class _JsonRepairer:
                     yield from source.choose(('"', "\\"))
             elif char in _CLOSERS:
                 closers.append(_CLOSERS[char])
-            elif char in closers:
-                while closers.pop() != char:
-                    continue
+                num_open[_CLOSERS[char]] += 1
+            elif num_open[char]:
+                closed = ""
+                while closed != char:
+                    closed = closers.pop()
+                    num_open[closed] -= 1
         return True
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from rootstock_llm.services.gateway.api.texts.parsing import calls_in
+from rootstock_llm.services.gateway.output import json_text
 from rootstock_llm.services.gateway.output.event_writer import EventWriter
 from rootstock_llm.services.gateway.output.formats.families import output_parser
 from rootstock_llm.services.gateway.output.output_parser import CallArguments, CallEnd, CallStart, Event, OutputParser, Text
 from rootstock_llm.services.gateway.output.reading import ReadingParser
 from rootstock_llm.services.gateway.output.source import Marks, Source
 from rootstock_llm.services.shared.output_formats import OutputFormats
-from tests.services.gateway.output.outputs import setup_of
+from tests.services.gateway.output.outputs import events, setup_of
 
 # By format: a text that is written once, and a text that is written repeatedly after it. The repeated texts are plain text, white
 # space, false beginnings of calls, and long values.
@@ -169,6 +170,27 @@ def test_text_after_a_removed_mark_is_joined_without_a_search_of_all_held_blanks
     writer.finish()
     assert writer.log.take() == [Text("a" * 1000 + " " * 1000)]
     assert 0 < marks.largest <= 2 * MARK_CHARS
+
+
+class CountingList(list[str]):
+    """A list that counts the elements of all lists in which a value was searched."""
+
+    num_searched = 0
+
+    def __contains__(self, value: object) -> bool:
+        CountingList.num_searched += len(self)
+        return super().__contains__(value)
+
+
+def test_surplus_brackets_of_a_broken_call_are_skipped_without_a_search_of_all_open_brackets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    CountingList.num_searched = 0
+    monkeypatch.setattr(json_text, "list", CountingList, raising=False)
+    text = '<tool_call>{"name": "ping", "arguments": {"a": NaN, ' + "{" * 1000 + "]" * 1000 + "}" * 1002 + "</tool_call>b"
+    found = events(OutputFormats("hermes"), [text])
+    assert found == [CallStart(0, "ping"), CallArguments(0, "{}"), CallEnd(0), Text("b")]
+    assert CountingList.num_searched <= 3000
 
 
 def test_event_loop_runs_other_tasks_during_a_long_output() -> None:
