@@ -38,7 +38,7 @@ from rootstock_llm.services.gateway.service.sink import MakeOperation, Operation
 _INFO = {"title": "Rootstock", "version": __version__, "description": "An OpenAI-compatible API, and SGLang's own."}
 _RATE_LIMITS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
 # Response headers that a page of another origin may read.
-_EXPOSED = ("x-request-id", "retry-after", "x-rootstock-omitted-tools", "x-rootstock-stored", *_RATE_LIMITS)
+_EXPOSED = ("x-request-id", "request-id", "retry-after", "x-rootstock-omitted-tools", "x-rootstock-stored", *_RATE_LIMITS)
 
 
 class ApiRoutes(Protocol):

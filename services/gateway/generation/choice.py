@@ -419,7 +419,7 @@ class ChoiceReader:
         """Returns the events of the next delta, possibly none."""
         events = list(self._parser.feed(delta.text))
         if delta.ending is not None:
-            events += self._parser.finish(cut=delta.ending.finish_reason == "length")
+            events += self._parser.finish(cut=delta.ending.finish_reason in ("length", "abort"))
         if self._parsing is not None:
             for event in events:
                 if isinstance(event, CallStart):

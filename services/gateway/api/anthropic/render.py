@@ -82,6 +82,8 @@ class MessageRenderer:
         if ending.finish_reason == "length":
             full = ending.completion_tokens < self._max_tokens
             return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
+        if ending.finish_reason == "abort":  # the API has no stop reason for an aborted message
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
         if self._blocks.called:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(ending.stop_reason, str):

@@ -110,8 +110,8 @@ def chat_request(request: MessagesRequest, omits_hosted: bool) -> ChatRequest:
 def prompt_request(request: CountTokensRequest, omits_hosted: bool) -> ChatRequest:
     """Returns a ChatRequest with only the fields on which the prompt and its tool calls depend. Raises ApiError."""
     messages = _messages(_without_hosted_calls(request.messages) if omits_hosted else request.messages)
-    if request.system is not None:
-        messages.insert(0, {"role": "system", "content": _text(request.system, "system", _without_billing)})
+    if request.system is not None and (text := _text(request.system, "system", _without_billing)):
+        messages.insert(0, {"role": "system", "content": text})
     use, tools = _tools(request, omits_hosted)
     _format(request)
     check_size(messages, MESSAGES)

@@ -112,7 +112,7 @@ def _functions(tools: Sequence[Any], omits_hosted: bool) -> Functions:
         where = f"tools[{index}]"
         if not isinstance(tool, dict):
             raise bad_request(where, f"'{where}' must be an object.")
-        if tool.get("type", "function") != "function":
+        if (tool.get("type") or "function") != "function":
             message = f"'{where}.type': this server supports only tools of type 'function'."
             raise bad_request(f"{where}.type", message, "unsupported_parameter")
         function = tool.get("function")

@@ -162,7 +162,7 @@ def _text(content: str | Sequence[Json]) -> str:
 def _checked(item: Any, where: str) -> Json:
     if not isinstance(item, dict):
         raise bad_request(where, f"'{where}' must be an object.")
-    kind = item.get("type") or ("message" if "role" in item else REFERENCE if set(item) == {"id"} else None)
+    kind = item.get("type") or ("message" if "role" in item else REFERENCE if set(item) - {"type"} == {"id"} else None)
     if not isinstance(kind, str):
         raise bad_request(f"{where}.type", f"'{where}.type' is required.")
     if kind in _UNSERVED:

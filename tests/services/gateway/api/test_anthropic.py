@@ -123,6 +123,14 @@ def test_usage_reports_the_number_of_cached_tokens(client: Anthropic) -> None:
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
+@pytest.mark.parametrize("empty", ["", []])
+def test_chat_template_receives_no_system_message_when_the_system_prompt_is_empty(
+    system: System, client: Anthropic, empty: Any
+) -> None:
+    ask(client, system=empty, messages=[{"role": "user", "content": "Hi"}])
+    assert shown(system)[0] == [{"role": "user", "content": "Hi"}]
+
+
 def test_chat_template_receives_the_history_as_chat_messages(system: System, client: Anthropic) -> None:
     use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}

@@ -260,9 +260,11 @@ def abort(system: System, **body: Any) -> httpx.Response:
 class Waiting:
     """A request that a separate thread sends, so that the test can abort it."""
 
-    def __init__(self, system: System, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, system: System, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         self._answers: list[httpx.Response] = []
-        self._thread = threading.Thread(target=lambda: self._answers.append(system.post(path, body)), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(system.post(path, body, headers=headers)), daemon=True
+        )
         self._thread.start()
 
     def result(self) -> httpx.Response:

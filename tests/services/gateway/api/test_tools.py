@@ -10,8 +10,9 @@ import pytest
 from openai import OpenAI
 
 from rootstock_llm.services.shared import limits
+from tests.services.gateway.api.test_sglang import Waiting
 from tests.services.gateway.fakes import MODEL
-from tests.services.gateway.system import System, chat_body, events
+from tests.services.gateway.system import System, chat_body, events, wait_until
 
 WEATHER = {
     "type": "function",
@@ -280,3 +281,57 @@ def test_tokenizer_receives_the_tools(system: System) -> None:
     body = chat_body(messages=[{"role": "user", "content": "Hi"}])
     system.post("/v1/chat/completions", {**body, "model": MODEL, "tools": [CLOCK]})
     assert orjson.loads(system.tokenizer.calls[-1].tools_json) == [CLOCK]
+
+
+def first_call(path: str, result: dict[str, Any]) -> tuple[str, Any]:
+    """Returns how a whole response ended, and the arguments or the input of its first tool call."""
+    if path == "/v1/messages":
+        (block,) = [block for block in result["content"] if block["type"] == "tool_use"]
+        return result["stop_reason"], block["input"]
+    if path == "/v1/responses":
+        (item,) = [item for item in result["output"] if item["type"] == "function_call"]
+        return item["status"], item["arguments"]
+    choice = result["choices"][0]
+    return choice["finish_reason"], choice["message"]["tool_calls"][0]["function"]["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "max_tokens": 500,
+                "tools": [{"name": "write", "input_schema": {"type": "object"}}],
+            },
+            ("max_tokens", {"path": "a"}),
+        ),
+        (
+            "/v1/responses",
+            {"input": "Hi", "tools": [{"type": "function", "name": "write", "parameters": {"type": "object"}}]},
+            ("incomplete", '{"path": "a", "text": "line 1'),
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "tools": [{"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}],
+            },
+            ("abort", '{"path": "a", "text": "line 1'),
+        ),
+    ],
+)
+def test_tool_call_of_an_aborted_output_stays_incomplete(path: str, body: dict[str, Any], expected: tuple[str, Any]) -> None:
+    output = '<tool_call>\n{"name": "write", "arguments": {"path": "a", "text": "line 1 and more"}}\n</tool_call>'
+    cut = output.index("line 1") + len("line 1")
+
+    def set_up(workers: list[Any]) -> None:
+        for worker in workers:
+            worker.answer, worker.steps_left = (lambda submit: output), cut
+
+    with System(formats=("hermes", ""), configure=set_up) as system:
+        waiting = Waiting(system, path, {**body, "model": MODEL}, {"x-request-id": "r1"})
+        wait_until(lambda: system.has_tokens(cut), "the tokens before the cut")
+        assert system.post("/abort_request", {"rid": "r1"}).json()["aborted"] == 1
+        assert first_call(path, waiting.result().json()) == expected

@@ -99,7 +99,7 @@ class TestOrigins:
         answer = restricted.get("/v1/models", headers={"origin": PAGE})
         assert answer.headers["access-control-allow-origin"] == PAGE
         exposed = answer.headers["access-control-expose-headers"]
-        assert {"x-request-id", "retry-after", "x-ratelimit-remaining-requests"} <= set(exposed.split(", "))
+        assert {"x-request-id", "request-id", "retry-after", "x-ratelimit-remaining-requests"} <= set(exposed.split(", "))
 
     def test_cors_headers_are_absent_for_other_origins(self, restricted: System) -> None:
         assert "access-control-allow-origin" not in restricted.get("/v1/models", headers={"origin": "https://other.test"}).headers
