@@ -41,6 +41,7 @@ class OutputReading:
         self.writer = EventWriter(setup, marks)
         self._setup = setup
         self._marks = marks
+        self.no_end_before = 0  # position in the source; qwen3_coder has found that no value ends before it
         self.failed = False  # whether an attempt has ended as BROKEN or NOT_A_CALL
 
     def schema(self, name: str) -> Schema | None:

@@ -102,6 +102,7 @@ class Source:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0  # index of the next character to read
+        self._num_dropped = 0  # characters of the stream before `_text`
         self._stop = 0  # end of the text that may be read
         self._ends = False  # whether the source ends at `_stop`
         self._closed = False
@@ -112,6 +113,7 @@ class Source:
         self._records: tuple[TextRecord, ...] = ()  # _record and _held, if they are active
 
     def add(self, text: str) -> None:
+        self._num_dropped += self._at
         self._text, self._at = self._text[self._at :] + text, 0
         if self._bounds is None:
             self._stop = len(self._text)
@@ -122,6 +124,11 @@ class Source:
         """Ends the text. `cut` is True if a token limit cut it off."""
         self._closed, self.was_cut = True, cut
         self._settle()
+
+    @property
+    def position(self) -> int:
+        """Index in the whole stream of the next character to read."""
+        return self._num_dropped + self._at
 
     @property
     def unread(self) -> str:
@@ -172,6 +179,7 @@ class Source:
         if before >= 0 and self._text.startswith(text, before):
             self._at = before
         else:
+            self._num_dropped += before
             self._text, self._at = text + self._text[self._at :], 0
             self._settle()
         for record in self._records:

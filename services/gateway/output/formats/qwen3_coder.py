@@ -194,12 +194,17 @@ class _Parameters:
     def _inside(self, end: str) -> Steps[str]:
         """Decides whether the end mark of a call is a part of the value.
 
-        It is a part of the value if `</parameter>` follows before another call begins.
+        It is a part of the value if `</parameter>` follows before another call begins. If the search fails, no mark in the
+        searched text starts another search, so the text is searched once.
 
         Returns:
             The text from the mark up to `</parameter>`, which stays unread. "" if the mark ends the call; nothing is then read.
         """
         source, read, budget = self._reading.source, [end], MAX_HELD_CALL_CHARS
+        begun = source.position
+        if begun <= self._reading.no_end_before:
+            source.give_back(end)
+            return ""
 
         def collect(text: str) -> None:
             nonlocal budget
@@ -219,6 +224,7 @@ class _Parameters:
         if found and found != FUNCTION:
             source.give_back(found)
             return "".join(read)
+        self._reading.no_end_before = min(source.position, begun + MAX_HELD_CALL_CHARS)
         source.give_back("".join(read))
         return ""
 

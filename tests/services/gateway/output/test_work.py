@@ -52,6 +52,7 @@ REPEATED: Mapping[OutputFormats, list[tuple[str, str]]] = {
         ("<function=search>", '<parameter=tags>["</function>", "\n'),
         ("<function=search>", "<parameter=tags>[</parameter>"),
         ("<function=nope>", "<parameter=a>1</parameter>"),
+        ("", "<function=nope><parameter=a>x</function>"),
     ],
     OutputFormats("llama3_json"): [
         ("", "{"),
@@ -91,7 +92,7 @@ def unread(parser: OutputParser) -> int:
 
 
 def count_calls(formats: OutputFormats, text: str) -> int:
-    """Returns the number of calls of Python and C functions while the text is fed character by character."""
+    """Returns the number of calls of Python and C functions while the text is fed character by character and ended."""
     parser, count = output_parser(formats, setup_of()), 0
 
     def on_event(_frame: FrameType, event: str, _of: Any) -> None:
@@ -105,7 +106,11 @@ def count_calls(formats: OutputFormats, text: str) -> int:
         finally:
             sys.setprofile(None)
         assert unread(parser) <= MARK_CHARS
-    parser.finish()
+    sys.setprofile(on_event)
+    try:
+        parser.finish()
+    finally:
+        sys.setprofile(None)
     return count
 
 
