@@ -166,18 +166,19 @@ class StopStringBuffer:
         self._matchers = [_StopMatcher(stop) for stop in stops if stop]
         self._include_stop = include_stop
         self._buffer = ""
+        self._after: list[str] = []  # pieces of text after `_buffer`, which came after a complete stop string
         self._match: tuple[int, int] | None = None  # (start, end) in _buffer of the first complete stop string
 
     @property
     def num_buffered_chars(self) -> int:
-        return len(self._buffer)
+        return len(self._buffer) + sum(map(len, self._after))
 
     def push(self, text: str) -> str:
         """Appends text and returns the part that cannot belong to a stop string. Returns "" after a complete stop string."""
         if not self._matchers:
             return text
         if self._match is not None:
-            self._buffer += text
+            self._after.append(text)
             return ""
         return self._release(text)
 
@@ -189,7 +190,7 @@ class StopStringBuffer:
                 at the first complete stop string that this buffer has found, if that one begins before matched_stop or the
                 buffer does not contain matched_stop.
         """
-        text, self._buffer = self._buffer, ""
+        text, self._buffer, self._after = "".join([self._buffer, *self._after]), "", []
         start = text.find(matched_stop) if matched_stop else -1
         cut = (start, start + len(matched_stop)) if start >= 0 else None
         if cut is None or (self._match is not None and self._match[0] < start):

@@ -224,6 +224,27 @@ def test_stop_buffer_holds_only_the_longest_beginning_of_a_stop_string(text: str
         assert buffer.num_buffered_chars == max((len(p) for p in prefixes if text.endswith(p)), default=0)
 
 
+class CountingText(str):
+    """A piece of text that counts the characters of all texts that it is added to, including its own."""
+
+    num_copied = 0
+
+    def __radd__(self, other: str) -> str:
+        CountingText.num_copied += len(other) + len(self)
+        return str.__add__(other, self)
+
+
+def test_stop_buffer_does_not_copy_the_text_after_a_match_for_each_piece() -> None:
+    buffer = StopStringBuffer(["stop"], True)
+    assert buffer.push("a stop") == "a "
+    CountingText.num_copied = 0
+    for _ in range(1000):
+        assert buffer.push(CountingText("b")) == ""
+    assert buffer.num_buffered_chars == len("stop") + 1000
+    assert CountingText.num_copied <= 2 * 1000
+    assert buffer.finish("b") == "stop"
+
+
 TEXT = "hello there, wie spät? 你好 def add(a, b):"
 
 
