@@ -7,7 +7,7 @@ the request's handle is in `closes` or is opened again, or when the session ends
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -86,12 +86,12 @@ class _Request:
         self._stops = StopStringBuffer(opened.stop, opened.include_stop) if opened.stop else None
         self._to_skip = opened.emitted_chars  # characters still to skip, because an earlier stream has sent them
         # Text of the replayed ids that no stream has sent. The next push() returns it.
-        self._replayed = self._unsent(self._decoder.push(opened.replay_ids))
+        self._replayed = self._decode(opened.replay_ids)
 
     def push(self, ids: list[int]) -> str:
         self._num_ids += len(ids)
         replayed, self._replayed = self._replayed, ""
-        return replayed + self._unsent(self._decoder.push(ids))
+        return replayed + self._decode(ids)
 
     def finish(self, matched_stop: str) -> str:
         text = self._unsent(self._decoder.finish())
@@ -113,6 +113,21 @@ class _Request:
             if ended_by == FAILED:
                 self._span.fail("decoding_failed")
             self._span.end()
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Returns the text to send after these ids. Marks are not searched for stop strings, as in the worker."""
+        decoder, stops = self._decoder, self._stops
+        if stops is None or decoder.mark_ids.isdisjoint(ids):
+            return self._unsent(decoder.push(ids))
+        out: list[str] = []
+        first = 0
+        for at, token_id in enumerate(ids):
+            if token_id in decoder.mark_ids:
+                out.append(self._unsent(decoder.push(ids[first:at]) + decoder.finish()))
+                out.append(self._skipping(stops.push_mark(decoder.push(ids[at : at + 1]) + decoder.finish())))
+                first = at + 1
+        out.append(self._unsent(decoder.push(ids[first:])))
+        return "".join(out)
 
     def _unsent(self, text: str) -> str:
         """Returns the text to send, without text that is or may become a stop string or that another stream has sent."""

@@ -54,8 +54,11 @@ class IncrementalDetokenizer:
         """
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        # Ids of the marks: special tokens that stay in the text although the other special tokens are skipped.
+        self.mark_ids: frozenset[int] = frozenset()
         if self._skipped and kept_tokens:
-            self._skipped -= {tokenizer.token_id(text) for text in kept_tokens}
+            self.mark_ids = self._skipped.intersection([tokenizer.token_id(text) for text in kept_tokens])
+            self._skipped -= self.mark_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace" if tokenizer.is_byte_level else ONE_PER_BYTE)
         # Tokens whose text was returned. They are decoded before new tokens, so that a new token never starts the sequence.
         self._context: list[int] = []
@@ -88,7 +91,10 @@ class IncrementalDetokenizer:
         return "".join(out)
 
     def finish(self) -> str:
-        """Returns the text that push() has not returned yet, with U+FFFD for bytes that form no character."""
+        """Returns the text that push() has not returned yet, with U+FFFD for bytes that form no character.
+
+        Later ids may follow. They do not complete a character whose first bytes this call has replaced.
+        """
         return self._flush_text() + self._utf8.decode(b"", final=True)
 
     def _final_text(self) -> str:
@@ -160,18 +166,25 @@ class StopStringBuffer:
     | prefers the stop string | that begins first, like SGLang | that ends first |
     The buffer prefers the stop string that ends first, because it cannot wait for a longer one. Its result does not depend on how
     the text is split. A text without the first character of any stop string costs one search per stop string.
+
+    The worker searches text without special tokens. Some special tokens, the marks of tool calls and reasoning, stay in the
+    client's text. A stop string therefore never contains a character of a mark, but it may continue after a mark. Marks before
+    the stop string stay in the text. A mark within the stop string stays only if the stop string stays.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
         self._matchers = [_StopMatcher(stop) for stop in stops if stop]
         self._include_stop = include_stop
-        self._buffer = ""
+        self._buffer = ""  # without marks
         self._after: list[str] = []  # pieces of text after `_buffer`, which came after a complete stop string
+        self._num_after = 0  # characters in _after
+        # Index of the character after the mark, in _buffer continued by _after; text of the mark
+        self._marks: list[tuple[int, str]] = []
         self._match: tuple[int, int] | None = None  # (start, end) in _buffer of the first complete stop string
 
     @property
     def num_buffered_chars(self) -> int:
-        return len(self._buffer) + sum(map(len, self._after))
+        return len(self._buffer) + self._num_after
 
     def push(self, text: str) -> str:
         """Appends text and returns the part that cannot belong to a stop string. Returns "" after a complete stop string."""
@@ -179,8 +192,16 @@ class StopStringBuffer:
             return text
         if self._match is not None:
             self._after.append(text)
+            self._num_after += len(text)
             return ""
         return self._release(text)
+
+    def push_mark(self, text: str) -> str:
+        """Appends the text of a mark, which is not searched, and returns it if no text before it is buffered."""
+        if not self._buffer:
+            return text
+        self._marks.append((self.num_buffered_chars, text))
+        return ""
 
     def finish(self, matched_stop: str) -> str:
         """Returns the buffered text, cut at the stop string that ended the request.
@@ -190,14 +211,19 @@ class StopStringBuffer:
                 at the first complete stop string that this buffer has found, if that one begins before matched_stop or the
                 buffer does not contain matched_stop.
         """
-        text, self._buffer, self._after = "".join([self._buffer, *self._after]), "", []
-        start = text.find(matched_stop) if matched_stop else -1
+        self._buffer = "".join([self._buffer, *self._after])
+        start = self._buffer.find(matched_stop) if matched_stop else -1
         cut = (start, start + len(matched_stop)) if start >= 0 else None
         if cut is None or (self._match is not None and self._match[0] < start):
             cut = self._match
         if cut is None:
-            return text
-        return text[: cut[1] if self._include_stop else cut[0]]
+            text = self._take(len(self._buffer), len(self._buffer))
+        elif self._include_stop:
+            text = self._take(cut[1], cut[1] - 1)
+        else:
+            text = self._take(cut[0], cut[0])
+        self._buffer, self._after, self._num_after, self._marks = "", [], 0, []
+        return text
 
     def _release(self, text: str) -> str:
         before = len(self._buffer)
@@ -209,8 +235,23 @@ class StopStringBuffer:
             cut = min(end + minus_length for end, minus_length in ends)
             end, minus_length = min(ends)
             self._match = (end + minus_length - cut, end - cut)
-        released, self._buffer = self._buffer[:cut], self._buffer[cut:]
-        return released
+        return self._take(cut, cut)
+
+    def _take(self, end: int, last_mark: int) -> str:
+        """Removes the first `end` buffered characters. Returns them together with the marks up to the index `last_mark`."""
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        if not self._marks:
+            return text
+        parts: list[str] = []
+        start = 0
+        for index, mark in self._marks:
+            if index > last_mark:
+                break
+            parts += (text[start:index], mark)
+            start = index
+        parts.append(text[start:])
+        self._marks = [(index - end, mark) for index, mark in self._marks if index > end]
+        return "".join(parts)
 
 
 class TokenTexts:

@@ -132,6 +132,98 @@ def test_session_cuts_a_finished_row_at_the_stop_string(tokenizers: dict[str, Hf
     assert list(texts) == ["hello, ", "hello, how"]
 
 
+def test_stop_string_in_a_mark_cuts_no_text(tokenizers: dict[str, HfTokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    text = "<|im_start|>final<|im_end|>The answer is 4."
+    ids = tokenizer.encode_batch([text], False)[0]
+    opened = pb.DecodeOpen(handle=1, stop=["|", "im_"], kept_tokens=["<|im_start|>", "<|im_end|>"])
+    session = new_session(tokenizer)
+    rows = [batch([(1, [token_id], False, "")], opens=[opened] if at == 0 else []) for at, token_id in enumerate(ids)]
+    out = [session.decode(row).texts[0] for row in (*rows, batch([(1, [], True, "")]))]
+    assert "".join(out) == text
+
+
+def first_stop(text: str, stops: Sequence[str]) -> str:
+    """Returns the stop string that the worker names for this text: the one that begins first, or "" if there is none."""
+    return min((stop for stop in stops if stop in text), key=text.find, default="")
+
+
+def visible_text(parts: Sequence[str], marks: Sequence[str], stops: Sequence[str], named: str, include: bool) -> str:
+    """Returns the client's text of an output, computed without increments.
+
+    Args:
+        parts: the text of each token. The stop strings are searched in the text without `marks`.
+        named: the stop string that the worker names; "" for an output that no stop string has ended.
+    """
+    searched = "".join(part for part in parts if part not in marks)
+    ends = [(searched.find(stop) + len(stop), -len(stop)) for stop in stops if stop in searched]
+    cuts = [(end + minus_length, end) for end, minus_length in sorted(ends)[:1]]
+    if named:
+        cuts.append((searched.find(named), searched.find(named) + len(named)))
+    if not cuts:
+        return "".join(parts)
+    start, end = min(reversed(cuts), key=lambda cut: cut[0])
+    out, count = "", 0
+    for part in parts:
+        if part in marks:
+            out += part if count <= start or (include and count < end) else ""
+        else:
+            out += part[: max(0, (end if include else start) - count)]
+            count += len(part)
+    return out
+
+
+@pytest.mark.by_day(one_in=2, seed=3)
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@given(
+    output=st.lists(st.one_of(st.sampled_from("abcd"), st.integers(0, 1)), max_size=24),
+    stops=st.lists(st.text(st.sampled_from("abcd<>|s_"), min_size=1, max_size=5), min_size=1, max_size=3),
+    include=st.booleans(),
+    worker_stops=st.booleans(),
+    steps=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+)
+def test_text_is_cut_at_the_first_stop_string_of_the_text_without_special_tokens(
+    tokenizers: dict[str, HfTokenizer],
+    kind: str,
+    output: list[str | int],
+    stops: list[str],
+    include: bool,
+    worker_stops: bool,
+    steps: list[int],
+) -> None:
+    tokenizer = tokenizers[kind]
+    marks = {"byte_level": ["<|im_start|>", "<|im_end|>"], "byte_fallback": ["<s>", "</s>"]}[kind]
+    names = [marks[part] if isinstance(part, int) else part for part in output]
+    named = ""
+    for length in range(len(names) if worker_stops else 0):
+        named = first_stop("".join(name for name in names[: length + 1] if name not in marks), stops)
+        if named:
+            names = names[: length + 1]
+            break
+    ids = [token_id for name in names for token_id in [tokenizer.token_id(name)] if token_id is not None]
+    assert len(ids) == len(names), "each part of the output is one token"
+    tail = tokenizer.encode_batch(["a"], False)[0]
+    opened = pb.DecodeOpen(handle=1, prompt_tail=tail, stop=stops, include_stop=include, kept_tokens=marks)
+    session, out = new_session(tokenizer), ""
+    session.decode(batch([], opens=[opened]))
+    for step in (*steps, len(ids)):
+        out += session.decode(batch([(1, ids[:step], False, "")])).texts[0]
+        ids = ids[step:]
+    out += session.decode(batch([(1, [], True, named)])).texts[0]
+    assert out == visible_text(names, marks, stops, named, include)
+
+
+def test_mark_replaces_an_incomplete_character_also_with_stop_strings(tokenizers: dict[str, HfTokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    first, *rest = tokenizer.encode_batch(["🙂"], False)[0]
+    mark = tokenizer.token_id("<|im_start|>")
+    opens = [pb.DecodeOpen(handle=h, stop=["x"] * h, kept_tokens=["<|im_start|>"]) for h in (0, 1)]
+    ids = [first, mark, *rest, *tokenizer.encode_batch(["a"], False)[0]]
+    texts = new_session(tokenizer).decode(batch([(0, ids, True, ""), (1, ids, True, "")], opens=opens)).texts
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("\ufffd<|im_start|>\ufffd")
+
+
 @pytest.mark.parametrize(
     ("field", "message"),
     [

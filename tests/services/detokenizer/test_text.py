@@ -245,6 +245,35 @@ def test_stop_buffer_does_not_copy_the_text_after_a_match_for_each_piece() -> No
     assert buffer.finish("b") == "stop"
 
 
+MARK = "<ab>"
+
+
+@pytest.mark.parametrize(
+    ("name", "stops", "parts", "released", "matched", "include", "rest"),
+    [
+        ("stop string only in a mark", ["ab"], ["x", MARK, "y"], ["x", MARK, "y"], NO_STOP, False, ""),
+        ("stop string begins in a mark", [">c"], ["x", MARK, "c"], ["x", MARK, "c"], NO_STOP, False, ""),
+        ("stop string ends in a mark", ["c<"], ["xc", MARK, "y"], ["x", "", f"c{MARK}y"], NO_STOP, False, ""),
+        ("mark before the stop string", ["cd"], ["x", MARK, "cdy"], ["x", MARK, ""], "cd", False, ""),
+        ("mark within a cut stop string", ["cd"], ["xc", MARK, "d"], ["x", "", ""], "cd", False, ""),
+        ("mark within an included stop string", ["cd"], ["xc", MARK, "d"], ["x", "", ""], "cd", True, f"c{MARK}d"),
+        ("mark within a longer stop string", ["bc", "bcd"], ["bc", MARK, "d"], ["", "", ""], "bcd", True, f"bc{MARK}d"),
+        ("mark within a stop string that ends later", ["c", "bcde"], ["bc", "d", MARK, "e"], ["b", "", "", ""], "c", True, "c"),
+        ("mark after the stop string", ["cd"], ["xcd", MARK, "y"], ["x", "", ""], "cd", True, "cd"),
+        ("mark in an incomplete stop string", ["cd"], ["xc", MARK], ["x", ""], NO_STOP, False, f"c{MARK}"),
+        ("marks before and within", ["ce", "def"], ["c", MARK, "d", MARK, "ef"], ["", "", f"c{MARK}", "", ""], "def", False, ""),
+        ("mark directly before the named stop string", ["bcde", "cd"], ["b", MARK, "cd"], ["", "", f"b{MARK}"], "cd", False, ""),
+        ("no stop strings", [], ["x", MARK, "y"], ["x", MARK, "y"], NO_STOP, False, ""),
+    ],
+)
+def test_stop_buffer_does_not_search_marks(
+    name: str, stops: list[str], parts: list[str], released: list[str], matched: str, include: bool, rest: str
+) -> None:
+    buffer = StopStringBuffer(stops, include)
+    assert [buffer.push_mark(part) if part == MARK else buffer.push(part) for part in parts] == released, name
+    assert buffer.finish(matched) == rest, name
+
+
 TEXT = "hello there, wie spät? 你好 def add(a, b):"
 
 
