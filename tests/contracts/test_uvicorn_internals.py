@@ -32,7 +32,7 @@ USED: Mapping[type, frozenset[str]] = {
             "_unset_keepalive_if_required",
             # attributes of the request that is being parsed
             *("cycle", "expect_100_continue", "headers", "scope", "url"),
-            *("on_body", "on_headers_complete", "on_message_begin", "on_message_complete"),
+            *("on_body", "on_header", "on_headers_complete", "on_message_begin", "on_message_complete", "on_url"),
             # attributes of the response
             *("_start_asgi_task", "on_response_complete"),
         )
@@ -60,6 +60,7 @@ EXTENDED = {"Connection": HttpToolsProtocol, "ReadingFlow": FlowControl, "HttpSe
 EXPRESSIONS: Mapping[str, Mapping[str, type]] = {
     f"{HTTP}/connection.py": {
         "cycle": RequestResponseCycle,
+        "self._connection": HttpToolsProtocol,
         "self._running": RequestResponseCycle,
         "self.cycle": RequestResponseCycle,
         "self.flow": FlowControl,

@@ -124,6 +124,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/services/gateway/discovery/test_discovery_kubernetes.py",
         "tests/services/gateway/routing/test_fair_queue.py",
         "tests/services/gateway/dispatch/test_placement.py",
+        "tests/services/gateway/http/test_connection.py",
         "tests/services/gateway/http/test_disconnects.py",
         "tests/services/gateway/http/test_pipelining.py",
         "tests/services/gateway/remote/test_encode_stream.py",

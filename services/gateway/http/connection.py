@@ -42,6 +42,7 @@ LINGER_S = 2.0  # seconds between the last response and the close; a client that
 GONE_POLL_S = 0.25  # seconds between two checks for a closed connection while nothing is read
 CLOSED = frozenset((7, 8))  # TCP_CLOSE (after a reset) and TCP_CLOSE_WAIT (after the last byte) in Linux's tcp_states.h
 WITHOUT_CHUNKS = frozenset(("0.9", "1.0"))  # HTTP versions without transfer codings (RFC 9112, section 6.1)
+FRAMING = frozenset((b"content-length", b"transfer-encoding"))  # headers that determine where a body ends
 HEALTH_PATHS = frozenset((b"/health", b"/readiness", b"/ready"))  # served even on connections above the limit of connections
 
 
@@ -86,6 +87,32 @@ class ReadingFlow(FlowControl):
     def resume_reading(self) -> None:
         if self._may_read():
             super().resume_reading()
+
+
+class BodyCallbacks:
+    """Forwards the callbacks of a parser to a connection, except those of a first head until `head_is_read` is set."""
+
+    def __init__(self, connection: HttpToolsProtocol) -> None:
+        self._connection = connection
+        self.head_is_read = False
+        self.on_body = connection.on_body
+        self.on_message_complete = connection.on_message_complete
+
+    def on_message_begin(self) -> None:
+        if self.head_is_read:
+            self._connection.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self.head_is_read:
+            self._connection.on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_is_read:
+            self._connection.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.head_is_read:
+            self._connection.on_headers_complete()
 
 
 class Connection(HttpToolsProtocol):
@@ -166,8 +193,7 @@ class Connection(HttpToolsProtocol):
                 self._expect_head()
             end = self._piece_end(data, at)
             self._unparsed += end - at
-            self._feed(data[at:end])
-            at = end
+            at += self._feed(data[at:end])
             if self._unparsed >= MAX_HEAD_BYTES and not self._refused:
                 self._refuse(ApiError(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.", code="head_too_large"))
         return len(data) if self._discards_input else at
@@ -207,13 +233,37 @@ class Connection(HttpToolsProtocol):
     def _clear_buffer(self) -> None:
         self._buffer, self._parsed_to = bytearray(), 0
 
-    def _feed(self, piece: bytes | bytearray) -> None:
+    def _feed(self, piece: bytes | bytearray) -> int:
+        """Parses a piece.
+
+        Returns:
+            The number of parsed bytes. Parsing stops early only after the head of a request with `Upgrade`.
+        """
+        parsed = len(piece)
         try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            return  # the gateway offers no upgrade, and serves the request as any other
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                parsed = int(upgrade.args[0])
+                if not self._in_head:
+                    self.parser = self._parser_of_body()
         except httptools.HttpParserError as error:
             self._refuse(ApiError(400, f"This is not HTTP/1.1: {error}.", code="bad_http"))
+        return parsed
+
+    def _parser_of_body(self) -> httptools.HttpRequestParser:
+        """Returns a parser for the body of the request whose head has been parsed, and for the requests after it.
+
+        The gateway offers no upgrade and serves a request with `Upgrade` as any other (RFC 9110, section 7.8). But a parser of
+        httptools ends such a request after its head. The new parser has read a head without `Upgrade` that frames the same body.
+        """
+        callbacks = BodyCallbacks(self)
+        parser = httptools.HttpRequestParser(callbacks)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn's parser
+        framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in FRAMING]
+        parser.feed_data(b"POST / HTTP/%b\r\n%b\r\n" % (self.parser.get_http_version().encode(), b"".join(framing)))
+        callbacks.head_is_read = True
+        return parser
 
     # Called by the HTTP parser
 
@@ -258,6 +308,8 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._body_left != 0 and self.parser.should_upgrade():
+            return  # the body follows; see _parser_of_body()
         drained = self._is_draining()
         self._in_head, self._unparsed = True, 0
         if self._refused:

@@ -245,6 +245,13 @@ GATEWAY = (
     ),
     *of(
         "gateway",
+        "services/gateway/http/connection.py",
+        ("        if self._body_left != 0 and self.parser.should_upgrade():", "        if False:"),
+        ("                parsed = int(upgrade.args[0])\n", ""),
+        only="http/test_connection",
+    ),
+    *of(
+        "gateway",
         "services/gateway/http/body.py",
         ("                with watch_client(scope, receive):\n                    yield body", "                yield body"),
         ("        if self._num_open >= settings.max_concurrent_requests:", "        if False:"),

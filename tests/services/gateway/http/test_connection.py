@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import ClassVar
 
 import pytest
 import uvloop
@@ -70,6 +71,11 @@ class Client:
     async def ended(self) -> bool:
         async with asyncio.timeout(WAIT_S):
             return await self._reader.read(1) == b""
+
+    async def read(self) -> bytes:
+        """Returns all input until the connection ends."""
+        async with asyncio.timeout(WAIT_S):
+            return await self._reader.read()
 
     def close(self) -> None:
         self._writer.close()
@@ -246,6 +252,107 @@ def test_each_refusal_of_the_http_server_is_reported_to_the_callback(sent: bytes
         assert counted == [status]
 
     serving(use, HttpOptions(first_request_s=0.05, on_refused=lambda error: counted.append(error.status)))
+
+
+class TestUpgrade:
+    """Requests with `Upgrade` and CONNECT requests. The body of each request is a request, which must not be served."""
+
+    UPGRADES: ClassVar = {
+        "h2c": b"POST / HTTP/1.1\r\nHost: here\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAE\r\n",
+        "websocket": b"POST / HTTP/1.1\r\nHost: here\r\nConnection: upgrade\r\nUpgrade: websocket\r\n",
+        "get": b"GET / HTTP/1.1\r\nHost: here\r\nConnection: keep-alive, upgrade\r\nUpgrade: other\r\n",
+        "connect": b"CONNECT /here HTTP/1.1\r\nHost: here\r\n",
+    }
+    LENGTH = b"Content-Length: %d\r\n\r\n%b" % (len(GET), GET)
+    CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nTrailer: 1\r\n\r\n" % (len(GET), GET)
+
+    @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+    @pytest.mark.parametrize("body", [LENGTH, CHUNKED], ids=["length", "chunked"])
+    @pytest.mark.parametrize("head", UPGRADES.values(), ids=UPGRADES)
+    def test_connection_serves_a_request_with_upgrade_as_any_other(self, head: bytes, body: bytes, piece: int) -> None:
+        """The requests are pipelined, some of them without `Upgrade` or without a body."""
+        plain = b"POST / HTTP/1.1\r\nHost: here\r\n"
+        pipelined = [head + body, head + b"\r\n", head + body, plain + body, GET, head + body]
+        sent = b"".join(pipelined)
+        sizes = [0 if each in (GET, head + b"\r\n") else len(GET) for each in pipelined]
+
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            for at in range(0, len(sent), piece):
+                await client.send(sent[at : at + piece])
+                await asyncio.sleep(0)
+            answers = [await client.answer() for _ in pipelined]
+            assert [(each.split()[1], int(each[-8:])) for each in answers] == [(b"200", size) for size in sizes]
+            assert server.app.begun == len(pipelined)
+
+        serving(use)
+
+    @pytest.mark.parametrize("body", [LENGTH, CHUNKED], ids=["length", "chunked"])
+    @pytest.mark.parametrize("at", [-1, -3, None], ids=["in the end mark", "before the end mark", "after the head"])
+    def test_connection_serves_a_request_with_upgrade_whose_head_arrives_in_two_reads(self, at: int | None, body: bytes) -> None:
+        head, mark, rest = (self.UPGRADES["h2c"] + body).partition(b"\r\n\r\n")
+        begin = (head + mark)[:at]
+
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(begin)
+            await asyncio.sleep(0.05)
+            await client.send((head + mark)[len(begin) :] + rest + GET)
+            assert [int((await client.answer())[-8:]) for _ in range(2)] == [len(GET), 0]
+            assert server.app.begun == 2
+
+        serving(use)
+
+    def test_connection_refuses_a_request_with_upgrade_whose_body_has_no_known_end(self) -> None:
+        async def use(server: Server) -> None:
+            for framing in (b"Transfer-Encoding: gzip\r\n\r\n", b"Content-Length: 3\r\n" + self.CHUNKED):
+                client = await server.connect()
+                await client.send(self.UPGRADES["h2c"] + framing + GET)
+                answer = await client.read()
+                assert answer.count(b"HTTP/1.1 ") <= 1 and b" 200 " not in answer
+
+        serving(use)
+
+    def test_connection_refuses_a_wrong_chunk_of_a_request_with_upgrade(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(self.UPGRADES["h2c"] + b"Transfer-Encoding: chunked\r\n\r\n" + GET + GET)
+            assert b" 200 " not in await client.read() and server.app.begun <= 1
+
+        serving(use)
+
+    def test_connection_refuses_the_authority_of_a_connect_request(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            await client.send(b"CONNECT there:443 HTTP/1.1\r\nHost: there:443\r\n" + self.LENGTH)
+            assert error_of(await client.answer())["code"] == "bad_http"
+            assert await client.ended() and server.app.begun == 0
+
+        serving(use)
+
+    def test_head_limit_is_exact_with_upgrade(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            begin = self.UPGRADES["h2c"]
+            padding = b"X: " + b"a" * (MAX_HEAD_BYTES - len(begin) - len(b"X: \r\nContent-Length: 5000000\r\n\r\n")) + b"\r\n"
+            await client.send(begin + padding + b"Content-Length: 5000000\r\n\r\n" + b"x" * 5_000_000)
+            assert (await client.answer()).endswith(b"05000000")
+            await client.send(begin + b"a" + padding + b"Content-Length: 5000000\r\n\r\n")
+            assert await client.status() == 431 and await client.ended()
+
+        serving(use)
+
+    def test_trailers_of_a_request_with_upgrade_are_limited(self) -> None:
+        async def use(server: Server) -> None:
+            client = await server.connect()
+            sending = asyncio.create_task(
+                client.send(self.UPGRADES["h2c"] + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: " + b"G" * (1 << 20))
+            )
+            await server.until(lambda: server.app.begun == 1)
+            await server.until(lambda: not server.server.server_state.connections)
+            await sending
+
+        serving(use)
 
 
 class TestTime:
