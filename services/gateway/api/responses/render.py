@@ -102,7 +102,8 @@ class ResponseRenderer(HeaderRenderer):
         self._wants_storage = self._response["store"]
         self._is_stored = has_store
         self._draft = Draft(request, token_texts, self._response, output_items(response_id, parsed))
-        self._sequence = 0
+        self._opening = b""  # the stream's first events while chunk() has not returned them
+        self._sequence = 0  # number of rendered events
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
@@ -110,18 +111,22 @@ class ResponseRenderer(HeaderRenderer):
         return [(STORED, b"false")] if self._wants_storage and not self._is_stored else ()
 
     async def chunk(self, delta: Delta) -> bytes:
-        opening = b""
         if delta.first:  # rendered first, because events_of() may already set the final status
-            kinds = ("created", "in_progress")
-            opening = self._written({"type": f"response.{kind}", "response": self._response} for kind in kinds)
-        return opening + self._written(await self._draft.events_of(delta))
+            self._opening = self._first_events()
+        content = self._written(await self._draft.events_of(delta))
+        opening, self._opening = self._opening, b""
+        return opening + content
 
     async def ending(self) -> bytes:
         await self._finish()
         return self._written([{"type": final_event_type(self._response), "response": self._response}])
 
     def failure(self, error: ApiError) -> bytes:
-        return self._written([{"type": "response.failed", "response": {**self._draft.failed(error), "store": False}}])
+        """Returns the event of the error, after the first events of the stream if chunk() has not returned them."""
+        if not self._sequence:
+            self._opening = self._first_events()
+        response = {**self._draft.failed(error), "store": False}
+        return self._opening + self._written([{"type": "response.failed", "response": response}])
 
     async def document(self, deltas: Sequence[Delta]) -> bytes:
         for delta in deltas:
@@ -135,6 +140,10 @@ class ResponseRenderer(HeaderRenderer):
         self._draft.finish(response["created_at"] + int(self._request.clock() - self._request.arrived))
         self._is_stored = await self._store(response)
         response["store"] = self._is_stored and self._wants_storage
+
+    def _first_events(self) -> bytes:
+        kinds = ("created", "in_progress")
+        return self._written({"type": f"response.{kind}", "response": self._response} for kind in kinds)
 
     def _written(self, events: Iterable[Json]) -> bytes:
         return b"".join(map(self._event, events))

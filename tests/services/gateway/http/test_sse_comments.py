@@ -161,6 +161,16 @@ def test_openai_client_raises_an_error_after_a_comment(system: System) -> None:
     system.allow(None)
 
 
+def test_stream_of_a_failed_response_begins_with_created_after_a_comment(system: System) -> None:
+    system.allow(0)
+    with system.openai().responses.stream(model=MODEL, input="Hi") as stream:  # returns after the first comment
+        wait_until(lambda: len(system.worker.running) == 1, "the request at the worker")
+        refused_by_worker(system)
+        found = [(event.type, event.sequence_number) for event in stream]
+    assert found == [("response.created", 0), ("response.in_progress", 1), ("response.failed", 2)]
+    system.allow(None)
+
+
 def test_request_is_released_when_the_client_leaves_between_comments(system: System) -> None:
     system.allow(0)
     before = system.metric("rootstock_gateway_aborts_total", phase="submitted")
