@@ -99,7 +99,7 @@ def test_drafting_changes_no_bit_of_an_answer_of_a_model_with_recurrent_layers(
         executor = made_of(HYBRID, tmp_path / str(max_drafts), device, monkeypatch, max_drafts)
         groups = (CacheGroup(CacheKind.STATE, executor.runner.passes.pool.num_states),)
         world = replace(WORLD, max_drafts=max_drafts, groups=groups)
-        target = next(targets(world, random.Random(5), 11, 9 if NIGHTLY else 5))
+        target = next(targets(world, random.Random(5), 11, 9))
         if max_drafts:
             guesses = Guesses([[*target.prompt, *answers[0].tokens]], 0.3, WORLD.vocab_size)
             guess_with(executor, guesses)
