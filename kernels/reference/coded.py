@@ -82,7 +82,7 @@ class CodedExperts:
 
 
 def coded_matrix(matrix: Matrix) -> CodedWeight:
-    """Returns a matrix that must have codes, as those of the layer's other experts. Raises ValueError if it has none."""
+    """Returns `matrix`. Raises ValueError if it has no codes: the matrices of the layer's other experts have codes."""
     if isinstance(matrix, Tensor):
         raise ValueError(PARTLY_CODED)
     return matrix

@@ -117,7 +117,7 @@ def route(weights: Tensor, ids: Tensor, logits: Tensor, bias: Tensor | None, rou
         group_scores = grouped.topk(min(best, grouped.shape[2]), -1).values.sum(-1).nan_to_num(-torch.inf, torch.inf, -torch.inf)
         groups = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
         outside = torch.ones_like(group_scores).scatter(1, groups, 0.0).repeat_interleave(grouped.shape[2], -1)
-        order = order.gather(1, outside.gather(1, order).sort(dim=-1, stable=True).indices)  # those of the groups come first
+        order = order.gather(1, outside.gather(1, order).sort(dim=-1, stable=True).indices)  # experts of chosen groups first
     order = order[:, : routing.top_k]
     chosen = scores.gather(1, order)
     if routing.renormalize:

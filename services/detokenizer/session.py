@@ -78,11 +78,11 @@ class _Request:
 
     def __init__(self, tokenizer: HfTokenizer, opened: pb.DecodeOpen) -> None:
         self.log_fields = _log_fields(opened)
-        self._span: Span | None = None  # None if the request is not traced
+        self._span: Span | None = None  # only of a traced request
         self._num_ids = 0  # output ids that this stream has decoded, without replayed ids
         skip_special = opened.skip_special_tokens if opened.HasField("skip_special_tokens") else True
         self._decoder = IncrementalDetokenizer(tokenizer, opened.prompt_tail, skip_special, opened.kept_tokens)
-        # Buffers text that may become a stop string; None if the request has no stop strings.
+        # Buffers text that may become a stop string. Only for a request with stop strings.
         self._stops = StopStringBuffer(opened.stop, opened.include_stop) if opened.stop else None
         self._to_skip = opened.emitted_chars  # characters still to skip, because an earlier stream has sent them
         # Text of the replayed ids that no stream has sent. The next push() returns it.

@@ -68,7 +68,7 @@ def why_it_ended(name: str, code: int, output: str, log: Path, memory: Memory, k
 
 
 def cause(output: str) -> str:
-    """Returns the last error record in JSON, else the last error line of Redis, else the last plain line; "" if there is none."""
+    """Returns the last error record in JSON, else the last error line of Redis, else the last plain line, else ""."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for error_in in (_json_error, _redis_error, _plain_line):
         fault = next(filter(None, map(error_in, reversed(lines))), "")

@@ -65,7 +65,7 @@ class ByteBudget:
             raise
 
     def _withdraw(self, share: int, granted: asyncio.Future[None]) -> None:
-        """Removes from the queue a request that no longer waits. Returns its share if the share was granted meanwhile."""
+        """Removes the request from the queue. If its share has already been granted, makes the share available again."""
         if granted.done() and not granted.cancelled():
             self._free += share
         elif (share, granted) in self._waiting:

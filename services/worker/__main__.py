@@ -108,7 +108,7 @@ class LoopObserver:
 
 
 class MeasuredOutbox:
-    """An outbox that records the latencies of outputs before it sends them."""
+    """An outbox that records the latencies of outputs before they are sent."""
 
     def __init__(self, worker_metrics: WorkerMetrics, outbox: StreamOutbox) -> None:
         self._metrics, self._outbox = worker_metrics, outbox

@@ -96,7 +96,7 @@ def fold_keys(
     for first in range(begin, end, BLOCK_N):
         key_positions = first + lanes
         inside = key_positions < end
-        if MASKED and CAUSAL and HAS_WINDOW:  # pages before all windows may belong to another request by now
+        if MASKED and CAUSAL and HAS_WINDOW:  # pages before all windows may already belong to another request
             inside = inside & (key_positions > tl.min(positions, 0) - window)
         page = tl.maximum(pages, 0).to(tl.int64) * (NUM_KV_HEADS * PAGE_SIZE)
         cells = page + key_positions % PAGE_SIZE

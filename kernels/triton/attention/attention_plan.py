@@ -124,7 +124,7 @@ class Launch:
     def scratch_lanes(self) -> int:
         """Query lanes for which the scratch needs memory.
 
-        Dealt splits need twice as many lanes, because each row with dealt splits also stores its first split.
+        With dealt splits, this is twice the number of lanes, because each row with dealt splits also stores its first split.
         """
         if self.extra:
             return 2 * self.dealt_programs * self.blocks.m

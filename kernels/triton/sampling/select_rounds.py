@@ -203,7 +203,7 @@ def round_kernel(
         if count_high <= CANDIDATES:
             return
         pivots = next_pivots(low, high, goal - mass_low, mass_high - goal)
-        if part == 0:  # stored for draw_kernel, because it could round these floats differently if it computed them again
+        if part == 0:  # stored for draw_kernel, which could round these floats differently
             tl.store(pivots_out + row * PIVOTS + tl.arange(0, PIVOTS), pivots)
     source = row_of(logits, edited, slot_params, slot, positions, mask_rows, loss_offsets, row, vocab_size)
     first = part * tiles_each

@@ -58,9 +58,7 @@ class ChatRequest:
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()  # tools that the chat template writes into the prompt
     variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template besides messages and tools
-    read_variables: Sequence[
-        str
-    ] = ()  # names in `variables`; if the chat template does not read one of them, the request is refused
+    read_variables: Sequence[str] = ()  # names in `variables` that the chat template must read; otherwise, the request is refused
     generation_prompt: bool = True  # whether the prompt ends with the template's beginning of an assistant's message
     continues: bool = False  # whether the output continues the last message
 

@@ -265,7 +265,7 @@ class Choice:
 
     @property
     def routed_experts_from(self) -> int | None:
-        """Position of the first token whose routed experts the choice needs from a worker, or None if it needs none."""
+        """Position of the first token with routed experts that a worker still has to return; None if there is no such token."""
         wanted, table = self.params.routed_experts, self.routed_experts
         return None if wanted is None or table is None else wanted.start + len(table)
 

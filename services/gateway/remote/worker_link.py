@@ -300,7 +300,7 @@ class WorkerLink(Generic[Open]):
         self._events.on_down(self, orphans)
 
     def _count_while_loads_are_due(self) -> int | None:
-        """Returns the number of received messages; None before the first load. Later, a load is due every second."""
+        """Returns the number of received messages, or None before the first load. Later, a load is due every second."""
         return self._num_received if self.load is not None else None
 
     def _count_while_steps_are_due(self) -> int | None:

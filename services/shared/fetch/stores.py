@@ -191,7 +191,7 @@ class S3:
         self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
         self._region = os.environ.get("AWS_REGION") or "us-east-1"
         self._endpoint = (os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{self._region}.amazonaws.com").rstrip("/")
-        # Expiry in Unix time and credentials of an assumed role; None before the first use.
+        # Expiry in Unix time and credentials of an assumed role. None before the first use.
         self._role_credentials: tuple[float, tuple[str, str, str]] | None = None
         self._lock = threading.Lock()
 

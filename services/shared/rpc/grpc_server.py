@@ -242,7 +242,7 @@ class GrpcServer:
         self._server, self._health, self._calls = server, health, calls
 
     async def stop(self, grace_s: float | None) -> None:
-        """Stops accepting calls and gives running calls `grace_s` seconds; None ends them immediately.
+        """Stops accepting calls and gives running calls `grace_s` seconds. If `grace_s` is None, running calls end immediately.
 
         Unlike serve_until(), this method may lose responses.
         """

@@ -19,7 +19,7 @@ class Kill:
 
     worker: int  # index of the worker in the fleet, from 0
     at: float  # virtual time of its death
-    back_after_s: float = 0.0  # time from its death to its restart without KV; 0: it never restarts
+    back_after_s: float = 0.0  # seconds from the death to the restart, which loses all KV; 0: no restart
 
 
 @dataclass(frozen=True, slots=True)

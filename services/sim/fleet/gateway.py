@@ -90,7 +90,7 @@ class LoadView:
 
 
 MAX_QUEUED = 1 << 20  # larger than any trace, so that no request is refused
-READER = "reader"  # routing reason of a request that goes to the worker that has prefetched its pages
+READER = "reader"  # routing reason of a request for the worker that has prefetched the pages
 SWEPT_BLOCKS = 4096  # number of index blocks that a sweep after a load report checks
 
 
@@ -104,7 +104,7 @@ class OpenRequest:
     row: int = -1  # row of the request's worker; -1 while it queues here
     sends: int = 0  # number of times that the request was sent to a worker
     prefilled: bool = False  # whether a prefill worker has computed the prompt for the next worker
-    source: KvSource | None = None  # KV that the next worker may read; None: none is reserved
+    source: KvSource | None = None  # KV that the next worker may read, if a worker has reserved it
     reader: Pick | None = None  # the worker that prefetches the computed pages and will get the request
     prefetch_tokens: int = 0  # tokens of the request when the prefetch began
 

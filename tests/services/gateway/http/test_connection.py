@@ -351,6 +351,7 @@ class TestUpgrade:
             await server.until(lambda: server.app.begun == 1)
             await server.until(lambda: not server.server.server_state.connections)
             await sending
+            assert server.app.begun == 1, "the trailers are not read as a second request"
 
         serving(use)
 
