@@ -146,6 +146,18 @@ class TestPoolLimits:
         assert engine.finishes[1].reason is FinishReason.LENGTH
         check_run(engine)
 
+    def test_request_that_needs_the_whole_pool_runs_in_the_first_step(self) -> None:
+        """The device has the first pages of the prompt. With them locked, no page is left for an import of the others."""
+        engine = cold(roomy(num_pages=11), prompt(0))
+        ask(engine, 1, prompt(0, 16))
+        begin(engine, 0, prompt(0))
+        engine.turn()
+        stats = engine.core.stats()
+        assert stats.num_importing == 0 and stats.num_running == 1 and stats.host_pages_used > 0
+        engine.drain()
+        assert engine.finishes[0].cached_from.keys() == {Tier.DEVICE}
+        check_run(engine)
+
     def test_request_is_not_aborted_while_a_running_operation_may_free_pages(self) -> None:
         """The request grows to 16 of 20 pages. An operation for an aborted request still writes nine pages."""
         for prompt_tokens in (16, 60):

@@ -22,7 +22,11 @@ TIERS = (
         ("memory.free_quarantined(operation.pages[count:])", "pass"),
         ("            self._due.pop(seq, None)\n", ""),
         ("self.recomputed_pages_total += leading(rest, self._host) or", "self.recomputed_pages_total += 0 and"),
-        ("if place is not None and not self._is_worth_reading(wanted, place, count):", "if False:"),
+        (
+            "if place is not None and not (self._is_worth_reading(wanted, place, count) and self._has_room(wanted, memory)):",
+            "if False:",
+        ),
+        ("and self._has_room(wanted, memory)", ""),
         ("self._lanes.wait_for(coming, wanted)", "pass"),
     ),
     *of(

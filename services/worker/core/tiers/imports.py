@@ -86,7 +86,7 @@ class Imports:
         return seq in self._waits
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Makes a request wait if reading pages of its prompt that the tree lacks is faster than computing them.
+        """Makes a request wait if reading pages of its prompt that the tree lacks is faster than computing them, and possible.
 
         Returns:
             Whether the request waits.
@@ -96,7 +96,7 @@ class Imports:
         if not self._choose_end(wanted, memory, hit):
             return False
         place, count = self._next_read(wanted, memory)
-        if place is not None and not self._is_worth_reading(wanted, place, count):
+        if place is not None and not (self._is_worth_reading(wanted, place, count) and self._has_room(wanted, memory)):
             return False
         self._waits[wanted.seq] = self._due[wanted.seq] = wanted
         return True
@@ -276,6 +276,16 @@ class Imports:
         forgives = not wanted.is_prefetch
         pays = self._rates.reading_pays
         return not self._lanes.is_stuck(place.lane) and pays(place.tier, count, place.lane, forgives, computed)
+
+    def _has_room(self, wanted: Wanted, memory: KVMemory) -> bool:
+        """Returns whether device pages are available for a request's next read of pages while its prefix hit is pinned."""
+        node = memory.match_cached(wanted.tree, wanted.tokens, wanted.end * memory.page_size)
+        if node.depth >= wanted.end:
+            return True  # the next read is of units
+        memory.pin(node)
+        room = self._max_quarantine(wanted, node.depth, memory)
+        memory.unpin(node)
+        return room > 0
 
     def _next_run(self, wanted: Wanted, first: int) -> tuple[Place | None, int]:
         """Returns the place of page `first`, and the number of consecutive pages in the same place that are not being read.
