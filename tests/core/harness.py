@@ -111,7 +111,7 @@ class Engine:
         self.contexts: dict[tuple[str, str], list[int]] = {}
         self.latest: dict[str, str] = {}
         self.turns_of_open_session: set[int] = set()
-        self.idle_turns = 0
+        self.num_turns = self.idle_turns = 0
         self.looked_ahead = 0  # number of masks for positions after draft tokens
 
     def _poison_freed_pages(self) -> None:
@@ -208,6 +208,7 @@ class Engine:
     def turn(self) -> bool:
         """Runs one iteration of the scheduler loop. Returns False if it planned no step and no step was in flight."""
         self.now += 0.01
+        self.num_turns += 1
         if not self.overlap:
             self._commit()
         for fact in self.executor.facts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,18 +66,19 @@ class PrefixOracle:
         A hit has at most `limit` tokens, and leaves at least one token of `key` to compute.
         """
         size, groups = self._config.page_size, {group.kind: group for group in self._config.groups}
-        for end in range(min(len(key) // TOKEN - 1, limit) // size, 0, -1):
-            pages = [self.pages.get((namespace, key[: at * size * TOKEN])) for at in range(1, end + 1)]
-            if any(page is None for page in pages):
-                continue
-            if CacheKind.STATE in groups and pages[-1].state < 0:  # type: ignore[union-attr]
+        pages: list[CachedPage] = []
+        for at in range(1, min(len(key) // TOKEN - 1, limit) // size + 1):
+            page = self.pages.get((namespace, key[: at * size * TOKEN]))
+            if page is None:
+                break
+            pages.append(page)
+        for end in range(len(pages), 0, -1):
+            if CacheKind.STATE in groups and pages[end - 1].state < 0:
                 continue
             if CacheKind.WINDOW in groups:
-                first_seen = (
-                    end * size - groups[CacheKind.WINDOW].window + 1
-                )  # first token that the token after the hit attends to
-                seen = [page for at, page in enumerate(pages) if (at + 1) * size > first_seen]
-                if any(page.window < 0 for page in seen):  # type: ignore[union-attr]
+                # The first token that the token after the hit attends to.
+                first_seen = end * size - groups[CacheKind.WINDOW].window + 1
+                if any(page.window < 0 for page in pages[max(first_seen, 0) // size : end]):
                     continue
             return end * size
         return 0
@@ -94,11 +96,12 @@ class PrefixOracle:
 def check_hits(engine: Engine, rng: random.Random) -> None:
     """Checks that the engine finds the same hits as the oracle.
 
-    Tests a random beginning of the tokens of each open request and of one cached prefix.
+    Tests a random beginning of the tokens of at most four open requests and of one cached prefix.
     """
     oracle, memory = PrefixOracle(engine), engine.core.memory
     oracle.check_contents(engine)
-    known = [(request.namespace, request.kv.token_key) for request in engine.core.queues.by_key.values()]
+    requests = [*engine.core.queues.by_key.values()]
+    known = [(request.namespace, request.kv.token_key) for request in rng.sample(requests, min(4, len(requests)))]
     known += [rng.choice(list(oracle.pages))] if oracle.pages else []
     for namespace, key in known:
         key = key[: rng.randrange(len(key) // TOKEN) * TOKEN + TOKEN] + np.int32(7).tobytes()
@@ -140,38 +143,49 @@ def build(config: SchedulerConfig, window: int, spare_windows: int, spare_states
     return replace(config, groups=groups, state_interval=max(interval, config.page_size))
 
 
-plain_configs = st.builds(
-    config_of,
-    page_size=st.sampled_from([1, 4, 16]),
-    pool_tokens=st.sampled_from([96, 128, 256, 640]),
-    slots=st.integers(1, 6),
-    chunk=st.sampled_from([0, 16, 32]),
-    enable_mixed_chunk=st.booleans(),
-    enable_radix_cache=st.sampled_from([True, True, True, False]),
-    retract_interval=st.sampled_from([0, 0, 1, 5]),
-    running_timeout_s=st.sampled_from([0.0, 0.0, 0.3]),
-    schedule_conservativeness=st.sampled_from([0.3, 1.0]),
-    schedule_policy=st.sampled_from(SchedulePolicy),
-    eviction_policy=st.sampled_from(EvictionPolicy),
-    enable_priority_scheduling=st.booleans(),
-    priority_preemption_threshold=st.integers(0, 2),
-    adaptive_chunk_rows=st.sampled_from([0, 1, 64]),
-    prefill_max_requests=st.integers(0, 2),
-    max_prompt_logprob_tokens=st.sampled_from([16, 4096]),
-    max_sessions=st.integers(1, 3),
-    max_drafts=st.sampled_from([0, 1, 3, 7]),
-    drafts_by_model=st.booleans(),
-    speculative_adaptive=st.booleans(),
-    host_pages=st.just(0),
+PLAIN_CHOICES: dict[str, Sequence[Any]] = {  # values of the fields of a configuration without groups
+    "page_size": (1, 4, 16),
+    "pool_tokens": (96, 128, 256, 640),
+    "slots": range(1, 7),
+    "chunk": (0, 16, 32),
+    "enable_mixed_chunk": (False, True),
+    "enable_radix_cache": (True, True, True, False),
+    "retract_interval": (0, 0, 1, 5),
+    "running_timeout_s": (0.0, 0.0, 0.3),
+    "schedule_conservativeness": (0.3, 1.0),
+    "schedule_policy": [*SchedulePolicy],
+    "eviction_policy": [*EvictionPolicy],
+    "enable_priority_scheduling": (False, True),
+    "priority_preemption_threshold": (0, 1, 2),
+    "adaptive_chunk_rows": (0, 1, 64),
+    "prefill_max_requests": (0, 1, 2),
+    "max_prompt_logprob_tokens": (16, 4096),
+    "max_sessions": (1, 2, 3),
+    "max_drafts": (0, 1, 3, 7),
+    "drafts_by_model": (False, True),
+    "speculative_adaptive": (False, True),
+    "host_pages": (0,),
+}
+GROUP_CHOICES: dict[str, Sequence[int]] = {  # arguments of build()
+    "window": (0, 1, 5, 16, 40, 200),
+    "spare_windows": (0, 3, 20, 200),
+    "spare_states": (-1, 0, 1, 4, 40),
+    "interval": (1, 16, 64),
+}
+plain_configs = st.builds(config_of, **{name: st.sampled_from(values) for name, values in PLAIN_CHOICES.items()})
+configs = st.builds(build, plain_configs, **{name: st.sampled_from(values) for name, values in GROUP_CHOICES.items()}).filter(
+    lambda config: bool(config.groups)
 )
-configs = st.builds(
-    build,
-    plain_configs,
-    window=st.sampled_from([0, 1, 5, 16, 40, 200]),
-    spare_windows=st.sampled_from([0, 3, 20, 200]),
-    spare_states=st.sampled_from([-1, 0, 1, 4, 40]),
-    interval=st.sampled_from([1, 16, 64]),
-).filter(lambda config: bool(config.groups))
+
+
+def config_with_three_groups(rng: random.Random) -> SchedulerConfig:
+    """Returns a random configuration with pages, windows and states."""
+    plain = config_of(**{name: rng.choice(values) for name, values in PLAIN_CHOICES.items()})
+    least = {"window": 1, "spare_states": 0}
+    chosen = {
+        name: rng.choice([value for value in values if value >= least.get(name, value)]) for name, values in GROUP_CHOICES.items()
+    }
+    return build(plain, **chosen)
 
 
 @settings(max_examples=200 if NIGHTLY else 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -88,8 +89,16 @@ def drive(
     overlap: bool,
     checked: bool = True,
     after_turn: Callable[[Engine], None] = lambda engine: None,
+    most_turns: float = inf,
 ) -> Engine:
-    """Runs `steps` loop iterations with random requests, aborts, flushes and settings. Sometimes waits until all requests end."""
+    """Sends random requests, aborts, flushes and settings to an engine. Sometimes waits until all requests end.
+
+    Args:
+        steps: number of iterations. Each sends messages and runs one iteration of the scheduler loop.
+        checked: see Engine.
+        after_turn: is called after each iteration.
+        most_turns: no more messages are sent after this many iterations of the scheduler loop, including those while it waits.
+    """
     rng, routed = random.Random(seed), random.Random(seed)
     engine = Engine(config, overlap, checked, page_moved_s=rng.choice((0.0, 0.003, 0.05)))
     engine.executor.early_s = rng.choice((0.0, EARLY_S, 10.0))
@@ -141,6 +150,8 @@ def drive(
         engine.turn()
         after_turn(engine)
         assert engine.idle_turns < 3, "the scheduler is stuck with requests waiting"
+        if engine.num_turns >= most_turns:
+            break
     engine.drain()
     return engine
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,15 @@ from rootstock_llm.services.worker.core.contracts.transfers import (
 from rootstock_llm.services.worker.exec.contracts.operations import DeleteStored
 from tests.core.harness import Engine, chained, slow, small
 from tests.core.peers import Relayed
-from tests.core.test_cache_units import KINDS, check_hits, configs, groups_of, serve_different_prompts, served
+from tests.core.test_cache_units import (
+    KINDS,
+    check_hits,
+    config_with_three_groups,
+    configs,
+    groups_of,
+    serve_different_prompts,
+    served,
+)
 from tests.core.test_scheduler_properties import check_run, drive
 from tests.night import NIGHTLY
 
@@ -55,15 +65,14 @@ def build(config: SchedulerConfig, **tiers: Any) -> SchedulerConfig:
     return replace(config, groups=with_bytes(config.groups, config.page_bytes), **tiers)
 
 
-tiered_configs = st.builds(
-    build,
-    configs,
-    host_pages=st.sampled_from([6, 60, 600]),
-    hicache_salt_quota=st.sampled_from([0.0, 2e-5]),
-    hicache_storage_salt_quota=st.sampled_from([0.0, 2e-5]),
-    has_storage=st.booleans(),
-    hicache_write_policy=st.sampled_from(WritePolicy),
-)
+TIER_CHOICES: dict[str, Sequence[Any]] = {  # arguments of build()
+    "host_pages": (6, 60, 600),
+    "hicache_salt_quota": (0.0, 2e-5),
+    "hicache_storage_salt_quota": (0.0, 2e-5),
+    "has_storage": (False, True),
+    "hicache_write_policy": [*WritePolicy],
+}
+tiered_configs = st.builds(build, configs, **{name: st.sampled_from(values) for name, values in TIER_CHOICES.items()})
 
 
 @settings(max_examples=200 if NIGHTLY else 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,8 +80,28 @@ tiered_configs = st.builds(
 def test_random_traffic_through_tiers_gets_the_right_tokens_and_leaks_no_unit(
     config: SchedulerConfig, seed: int, overlap: bool
 ) -> None:
+    check_traffic(config, seed, 120, overlap)
+
+
+@pytest.mark.parametrize("number", range(20 if NIGHTLY else 1))
+def test_long_random_traffic_with_three_groups_gets_the_right_tokens_and_leaks_no_unit(number: int) -> None:
+    """By night, each of the 20 cases runs the scheduler loop 50,000 times. Cases with an odd number have tiers."""
+    rng = random.Random(number)
+    config = config_with_three_groups(rng)
+    if number % 2:
+        config = build(config, **{name: rng.choice(values) for name, values in TIER_CHOICES.items()})
+    check_traffic(config, number, 50_000, overlap=number % 4 < 2, most_turns=50_000 if NIGHTLY else 500)
+
+
+def check_traffic(config: SchedulerConfig, seed: int, steps: int, overlap: bool, most_turns: float = inf) -> None:
+    """Runs random traffic (see drive()). Checks hits after each step, and at the end all outputs and that no unit is in use."""
     rng = random.Random(seed)
-    engine = drive(config, seed, 120, overlap, after_turn=lambda engine: check_hits(engine, rng))
+
+    def check(engine: Engine) -> None:
+        check_hits(engine, rng)
+        engine.plans.clear()  # tens of thousands of plans would fill the memory
+
+    engine = drive(config, seed, steps, overlap, after_turn=check, most_turns=most_turns)
     check_run(engine)
     units = engine.core.memory.units
     assert units is not None
