@@ -31,6 +31,18 @@ class FlagParser(argparse.ArgumentParser):
             self.error(self._refusal(unknown))
         return parsed, unknown
 
+    def _match_arguments_partial(self, actions: Sequence[argparse.Action], arg_strings_pattern: str) -> list[int]:
+        """Returns the number of words of each positional argument that argparse can fill before the next flag.
+
+        An optional argument without a word is left for the words after the flag. argparse of Python 3.11 counts it as absent, and
+        would refuse FILE in `batch submit --wait FILE`.
+        """
+        counts = super()._match_arguments_partial(actions, arg_strings_pattern)
+        if arg_strings_pattern.startswith("O", sum(counts)):
+            while counts and not counts[-1]:
+                counts.pop()
+        return counts
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 

@@ -126,6 +126,13 @@ def test_batch_command_with_wait_exits_with_failure_when_the_batch_fails(
     assert capsys.readouterr().err == "line 2: no body\n"
 
 
+def test_batch_command_reads_its_file_or_id_after_a_flag(batches: Batches) -> None:
+    assert main(["batch", "submit", "--wait", "requests.jsonl"]) == Exit.DONE
+    assert len(batches.uploads) == 1
+    assert main(["batch", "status", "--json", "batch_1"]) == Exit.DONE
+    assert batches.asked[-1][1] == "/v1/batches/batch_1"
+
+
 def test_batch_results_command_prints_or_writes_results_and_reports_missing_results(
     batches: Batches, capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
