@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from rootstock_llm.kernels.bench import gpu_experts
+from rootstock_llm.kernels.bench.gpu_experts import MixtureShape
 from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.kernels.triton.layers import experts
 from rootstock_llm.kernels.triton.layers.experts import Tile
@@ -50,6 +53,23 @@ def test_experts_equal_the_twin_when_tiles_are_full(device: torch.device, monkey
     for tile in (experts.FEW, experts.MANY):
         monkeypatch.setattr(experts, "ORDERED", tile)
         assert_close(computed(case, device), case.expected())
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[tuple[Any, tuple[int, ...], dict[str, Any]]]:
+    """Returns the kernel, the grid and the arguments of each launch for that number of tokens. Runs no kernel."""
+    found = []
+
+    def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        found.append((kernel, grid, dict(zip(kernel.arg_names, args, strict=False)) | options))
+
+    monkeypatch.setattr(type(experts._group_kernel), "run", run)
+    gpu_experts.experts_case(MixtureShape("small", 64, 32, experts=8, chosen=2), tokens).make(torch.device("meta"))()
+    return found
+
+
+def test_experts_keep_to_the_limits_of_a_grid_when_a_step_has_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = [grid for _, grid, _ in launches(monkeypatch, 70_000)]
+    assert len(grids) == 4 and max(max(grid[1:], default=1) for grid in grids) <= 65_535
 
 
 def test_tile_of_deterministic_mode_does_not_depend_on_the_number_of_pairs() -> None:

@@ -222,8 +222,8 @@ def _combine_kernel(
     out, outputs, weights, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):
     take_turn(CHAINED)
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(CHOICES):
@@ -336,6 +336,6 @@ def experts(
         **options,
     )
     block = min(COLUMNS, block_of(width))
-    _combine_kernel[triton.cdiv(width, block), rows](
+    _combine_kernel[rows, triton.cdiv(width, block)](  # rows are the first axis, because CUDA limits the second to 65535
         out, outputs, weights, CHOICES=choices, WIDTH=width, BLOCK=block, num_warps=warps_for(block), **options
     )
