@@ -13,6 +13,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from rootstock_llm.services.cli.shared.exits import CommandFailed, Exit
+
 DETAIL_CHARS = 300  # characters of an error that the results record
 
 
@@ -77,7 +79,7 @@ class StreamMeter:
         """Parses bytes that were read at time `now` and may end within an event.
 
         Raises:
-            StreamError: An event is an error or is not JSON.
+            StreamError: An event is an error, or does not follow OpenAI's API.
         """
         *lines, self._tail = (self._tail + data).split(b"\n")
         for line in lines:
@@ -102,9 +104,11 @@ class StreamMeter:
             self._done = True
             return
         try:
-            event = orjson.loads(payload)
-        except orjson.JSONDecodeError as error:
+            self._parsed(orjson.loads(payload), now)
+        except (orjson.JSONDecodeError, AttributeError, TypeError) as error:  # not JSON, or a value of another type
             raise StreamError("malformed event", str(error)) from None
+
+    def _parsed(self, event: dict[str, Any], now: float) -> None:
         if event.get("error"):
             raise StreamError(f"stream: {error_type(event['error'])}", str(event["error"]))
         if usage := event.get("usage"):
@@ -172,7 +176,7 @@ async def stream(http: aiohttp.ClientSession, endpoint: Endpoint, body: bytes, s
 async def read(http: aiohttp.ClientSession, url: str, body: bytes, meter: StreamMeter) -> None:
     async with http.post(url, data=body) as response:
         if response.status != 200:
-            raise StreamError(f"HTTP {response.status}", (await response.text())[:DETAIL_CHARS])
+            raise StreamError(f"HTTP {response.status}", (await response.text(errors="replace"))[:DETAIL_CHARS])
         async for data in response.content.iter_any():
             meter.feed(data, time.perf_counter())
 
@@ -190,5 +194,9 @@ def open_http(api_key: str | None = None, timeout_s: float | None = None) -> aio
 
 
 async def first_model(http: aiohttp.ClientSession, base_url: str) -> str:
+    """Returns the first model that the server lists. Raises CommandFailed if it lists none, and aiohttp.ClientError."""
     async with http.get(f"{base_url}/v1/models", raise_for_status=True) as response:
-        return str((await response.json())["data"][0]["id"])
+        try:
+            return str((await response.json())["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):  # not JSON, or not a list of models
+            raise CommandFailed(Exit.FAILED, f"{base_url}/v1/models lists no model; set --model.") from None

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -120,8 +121,16 @@ def publish(args: argparse.Namespace, target: Target, run: Run) -> report.Summar
         lines = [line]
         if args.output_details:
             lines += [report.request_line(name, outcome) for outcome in run.outcomes]
-        report.append_lines(args.output_file, lines)
+        append(args.output_file, lines)
     return summary
+
+
+def append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    try:
+        report.append_lines(path, lines)
+    except OSError as error:
+        message = f"{path} cannot be written ({error.strerror}): name another file with --output-file."
+        raise CommandFailed(Exit.FAILED, message) from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,14 +140,14 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandFailed(Exit.USAGE, f"{error}.") from None
     target = target_of(args, os.environ)
+    if args.output_file is not None:
+        append(args.output_file, [])  # the load, which may take hours, begins only if its results can be stored
     try:
         measured = uvloop.run(measure(args, target, sessions, warmup))
     except aiohttp.ClientResponseError as error:
         raise CommandFailed(Exit.FAILED, f"{target.url}/v1/models answered {error.status}; {hint_of(error.status)}.") from None
     except (aiohttp.ClientError, OSError) as error:
         raise unreachable(target.url, str(error) or type(error).__name__) from None
-    except LookupError:
-        raise CommandFailed(Exit.FAILED, f"{target.url}/v1/models lists no model; set --model.") from None
     summary = publish(args, target, measured)
     if args.allow_errors or not summary.failed_requests:
         return Exit.DONE

@@ -18,10 +18,11 @@ class FakeServer:
     def __init__(self, tokens_per_chunk: int = 1, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []  # authorization header of each completion request
-        # Behaviour for each of the next completion requests: an HTTP status, "truncated", "stream error", "hangs" or "ok". Later
-        # requests get "ok".
+        # Behaviour for each of the next completion requests: an HTTP status, "not text" (an error body that is not UTF-8),
+        # "truncated", "stream error", "no object" (an event that is a number), "hangs" or "ok". Later requests get "ok".
         self.behaviours: list[str] = []
         self.info: dict[str, Any] = {}  # body of /server_info
+        self.models: Any = {"data": [{"id": "fake"}]}  # body of /v1/models
         self.client_closed = threading.Event()  # set when a client closes a stream early
         self.url = ""
         self._tokens_per_chunk = tokens_per_chunk
@@ -53,7 +54,7 @@ class FakeServer:
         self.url = "http://{}:{}".format(*self._runner.addresses[0])
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake"}]})
+        return web.json_response(self.models)
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response(self.info)
@@ -65,13 +66,17 @@ class FakeServer:
         behaviour = self.behaviours.pop(0) if self.behaviours else "ok"
         if behaviour.isdigit():
             return web.json_response({"error": {"message": "no"}}, status=int(behaviour))
+        if behaviour == "not text":
+            return web.Response(status=502, body=b"\xff", content_type="text/html", charset="utf-8")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        events = list(self._events(body, chat="chat" in request.path))
+        events: list[Any] = list(self._events(body, chat="chat" in request.path))
         if behaviour == "truncated":
             events = events[:2]
         elif behaviour == "stream error":
             events[1:] = [{"error": {"message": "lost", "type": "worker_lost"}}]
+        elif behaviour == "no object":
+            events[1:] = [5]
         if behaviour == "hangs":
             return await self._hang(response, events)
         raw = b"".join(b"data: " + orjson.dumps(e) + b"\n\n" for e in events)

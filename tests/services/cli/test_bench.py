@@ -215,6 +215,32 @@ def test_bench_counts_errors_by_class(server: FakeServer, tmp_path: Path, capsys
     assert "Errors by class" in capsys.readouterr().out
 
 
+def test_bench_counts_a_malformed_response_as_one_failed_request(server: FakeServer, tmp_path: Path) -> None:
+    server.behaviours = ["not text", "no object"]
+    status, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "3", "--concurrency", "1")
+    assert (status, results["successful_requests"]) == (Exit.FAILED, 1)
+    assert results["errors"] == {"HTTP 502": 1, "malformed event": 1}
+
+
+@pytest.mark.parametrize("models", [[], {"data": []}, {"data": [None]}, 5], ids=["list", "no model", "null", "number"])
+def test_bench_exits_with_failure_when_the_server_lists_no_model(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], models: Any
+) -> None:
+    server.models = models
+    assert main(["bench"]) == Exit.FAILED
+    assert capsys.readouterr().err == f"rootstock: {server.url}/v1/models lists no model; set --model.\n"
+
+
+def test_bench_sends_nothing_when_the_output_file_is_not_writable(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "r.jsonl"):
+        assert main(["bench", "--output-file", str(path)]) == Exit.FAILED
+        assert capsys.readouterr().err.startswith(f"rootstock: {path} cannot be written (")
+    assert server.bodies == []
+
+
 def test_bench_exits_with_0_when_errors_are_allowed(server: FakeServer, tmp_path: Path) -> None:
     server.behaviours = ["429"]
     status, results, _ = bench(server, tmp_path / "r.jsonl", "--num-requests", "2", "--allow-errors")
