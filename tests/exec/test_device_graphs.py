@@ -24,12 +24,13 @@ from rootstock_llm.services.worker.core.contracts.plan import DryParams, Embeddi
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, KernelAttention
 from rootstock_llm.services.worker.exec.build import DeviceOptions, DeviceParts, assemble_executor
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor, ExecutorError
-from rootstock_llm.services.worker.exec.eager_cost import graph_limits
+from rootstock_llm.services.worker.exec.eager_cost import IN_FLIGHT, STEPS, graph_limits, measured_eager_cost
 from rootstock_llm.services.worker.exec.kernel_set import KernelSet
 from rootstock_llm.services.worker.exec.loading import load_model
 from rootstock_llm.services.worker.exec.pools.kv_pool import LayerGroups
 from rootstock_llm.services.worker.exec.sampling import sampler as device_sampler
 from rootstock_llm.services.worker.exec.streams.copies import Readback
+from rootstock_llm.services.worker.exec.streams.cuda_streams import Mark
 from rootstock_llm.services.worker.exec.streams.host_streams import HostArrival
 from tests.all_pairs import each_value
 from tests.exec.device_doubles import (
@@ -372,6 +373,68 @@ def test_cost_of_a_step_without_a_graph_is_measured_at_the_start(folder: Path) -
     assert found.rows == 3 and 0 <= found.eager_cost < 1000 and (found.rereads > 0) == (found.eager_cost > 0)
     assert graph_limits(256, 0.05, weight_bytes=16_000_000, kv_bytes_per_token=128) == GraphLimits(256, 6250, 0.05)
     assert graph_limits(8, 0.05, weight_bytes=16_000_000, kv_bytes_per_token=0).rereads == 0
+
+
+class CountedStreams(InlineStreams):
+    """Streams that count the steps that the host has launched without waiting for their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched = self.ended = self.most_in_flight = 0
+
+    def step(self) -> None:
+        self.launched += 1
+        self.most_in_flight = max(self.most_in_flight, self.launched - self.ended)
+
+    def mark_copy(self) -> Mark:
+        return StepEnd(self, self.launched)
+
+    def synchronize(self) -> None:
+        self.ended = self.launched
+
+
+class StepEnd:
+    def __init__(self, streams: CountedStreams, step: int) -> None:
+        self._streams, self._step = streams, step
+
+    def wait(self) -> None:
+        self._streams.ended = max(self._streams.ended, self._step)
+
+    def precede(self) -> None:
+        return
+
+
+@of_one_model
+def test_measured_steps_without_a_graph_do_not_wait_for_copies_from_unpinned_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, such a copy waits for all earlier steps, so that host and device would not work in parallel."""
+    runner, copied, from_numpy = Device(folder, max_graph_rows=3).executor.runner, list[int](), torch.from_numpy
+
+    def counted(array: np.ndarray) -> torch.Tensor:
+        copied.append(array.size)
+        return from_numpy(array)
+
+    monkeypatch.setattr(torch, "from_numpy", counted)
+    with torch.inference_mode():
+        measured_eager_cost(runner, 3)
+    assert len(copied) == 1, "the columns are copied once, before the first timed step"
+
+
+@of_one_model
+def test_measured_steps_are_not_launched_far_ahead_of_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Device(folder, max_graph_rows=3).executor.runner
+    streams = runner.streams = CountedStreams()
+    plan = runner.attention.plan
+
+    def counted(batch: AttentionBatch) -> None:
+        streams.step()
+        plan(batch)
+
+    monkeypatch.setattr(runner.attention, "plan", counted)
+    with torch.inference_mode():
+        measured_eager_cost(runner, 3)
+    assert streams.launched == 2 * (STEPS + 1) and streams.most_in_flight == IN_FLIGHT
 
 
 @of_one_by_day

@@ -73,14 +73,19 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
             table.fill_(-1)
 
 
-def idle_decode(runner: StepLauncher, rows: int) -> tuple[Tensor, Tensor]:
+def idle_decode(runner: StepLauncher, rows: int, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Launches the forward pass of a decode step that has only padding rows, without a graph.
+
+    Args:
+        words: the columns of the step on the device, ForwardBatch.idle(...).words(). None: they are copied from unpinned memory,
+            so that the call waits for the device.
 
     Returns:
         Slots and positions of the sampled tokens, int32[rows] each.
     """
     passes, columns = runner.passes, ForwardBatch.idle(runner.passes.capacity, rows)
-    words = torch.from_numpy(columns.words()).to(passes.device)
+    if words is None:
+        words = torch.from_numpy(columns.words()).to(passes.device)
     ids, ragged = passes.fresh_rows(columns, words)
     runner.attention.plan(AttentionBatch(columns.starts, columns.num_tokens, 0, ragged))
     passes.run(ids, ragged, columns, None)
