@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rootstock_llm.services.worker.core.contracts.plan import I32, SamplingParams, SlotParams
+from rootstock_llm.services.worker.core.contracts.plan import I32, DryParams, SamplingParams, SlotParams
 from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
 from rootstock_llm.services.worker.exec.build import DeviceOptions, build_device_executor
 from rootstock_llm.services.worker.exec.contracts.drafter import BETWEEN_TEXTS, Drafter
@@ -82,6 +82,19 @@ def test_draft_tokens_change_no_bit_of_an_answer(
     assert len(expected) == 1
     assert strings(WORLD, drafting, target, range(CONTEXTS * number, CONTEXTS * (number + 1))) == expected
     assert guesses.drafted > 0 and (guesses.accepted > 0) == (errors < 1.0)
+
+
+def test_drafting_changes_no_bit_of_an_answer_with_dry_penalties(executors: tuple[DeviceExecutor, DeviceExecutor]) -> None:
+    """Each accepted draft token continues a repetition, so that the tokens after it have other penalties."""
+    plain, drafting = executors
+    dry = DryParams(multiplier=2.0, allowed_length=1)
+    target = Asked(
+        (1, 2, 3, 4, 5) * 9, SamplingParams(NEW_TOKENS, temperature=0.8, seed=3, dry=dry, ignore_eos=True, top_logprobs=2)
+    )
+    guesses = Guesses([text_of(plain, target)], 0.0, WORLD.vocab_size)
+    guess_with(drafting, guesses)
+    assert strings(WORLD, drafting, target, range(2)) == strings(World(), plain, target, range(1))
+    assert guesses.accepted > 0
 
 
 @pytest.mark.parametrize("number", [0, 2], ids=["greedy", "penalties"])
