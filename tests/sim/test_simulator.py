@@ -200,11 +200,21 @@ def test_request_times_out_by_virtual_time() -> None:
     assert outcome.requests.ended[1] == pytest.approx(0.5, abs=0.1)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_means_over_time_count_idle_time_as_zero(overlap: bool) -> None:
+    trace = Trace(64, tuple(TraceRequest(at, (), 100, 10, 10) for at in (0.0, 100.0)))
+    outcome = simulate(trace, overlap=overlap)
+    report, busy = report_of(outcome), float((outcome.requests.ended - outcome.requests.sent).sum())
+    assert report.mean_running == pytest.approx(busy / report.seconds)
+    assert 0 < report.mean_kv < report.max_kv * 2 * busy / report.seconds
+    assert report.mean_queue == 0
+
+
 def test_throughput_is_computed_for_the_given_interval() -> None:
     outcome = simulate(random_lengths(200, 64, 50, 0.0, 20.0, 11))
     steps = outcome.steps
-    begin, end = float(steps.column("planned")[0]), float(steps.column("planned")[-1])
-    said = steps.column("generated")[-1]
+    begin, end = float(steps.gauge("at")[0]), float(steps.gauge("at")[-1])
+    said = steps.gauge("generated")[-1]
     assert steps.throughput(begin, end) * (end - begin) == pytest.approx(said)
     middle = (begin + end) / 2
     halves = [steps.throughput(begin, middle), steps.throughput(middle, end)]

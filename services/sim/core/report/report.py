@@ -71,8 +71,8 @@ def make_report(outcome: Outcome, wall_s: float) -> Report:
     prompt, cached = int(log.prompt_tokens[done].sum()), int(log.cached_tokens[done].sum())
     output = int(log.output_tokens[done].sum())
     seconds = max(outcome.seconds - float(np.nanmin(log.sent)), 1e-9)
-    rows, waiting = steps.column("rows"), steps.column("waiting")
-    kv = steps.column("pages_in_use") / outcome.num_pages
+    rows, waiting = steps.column("rows"), steps.gauge("waiting")
+    kv = steps.gauge("pages_in_use") / outcome.num_pages
     return Report(
         requests=len(done),
         finished=int(done.sum()),
@@ -95,7 +95,7 @@ def make_report(outcome: Outcome, wall_s: float) -> Report:
         steps=_steps_by_mode(steps),
         mean_batch=float(rows.mean()) if len(steps) else 0.0,
         max_batch=int(rows.max(initial=0)),
-        mean_running=_over_time(steps, steps.column("running")),
+        mean_running=_over_time(steps, steps.gauge("running")),
         mean_queue=_over_time(steps, waiting),
         max_queue=int(waiting.max(initial=0)),
         mean_kv=_over_time(steps, kv),
@@ -172,10 +172,10 @@ def _steps_by_mode(steps: StepLog) -> dict[str, int]:
 
 
 def _over_time(steps: StepLog, values: F64) -> float:
-    """Returns the mean over time of a gauge. The value of each step lasts until the next step is planned."""
+    """Returns the mean over time of a gauge. Each value lasts until the next sample."""
     if len(values) < 2:
         return float(values.mean()) if len(values) else 0.0
-    lasted = np.diff(steps.column("planned"))
+    lasted = np.diff(steps.gauge("at"))
     total = float(lasted.sum())
     return float((values[:-1] * lasted).sum()) / total if total > 0 else float(values.mean())
 

@@ -66,7 +66,7 @@ def time_bins(steps: StepLog, seconds: float) -> F64:
 
     The number of intervals is at most BINS and at most the number of steps.
     """
-    begin = float(steps.column("planned")[0]) if len(steps) else 0.0
+    begin = float(steps.gauge("at")[0]) if len(steps) else 0.0
     return np.linspace(begin, max(seconds, begin + 1e-9), max(min(BINS, len(steps)), 1) + 1)
 
 
@@ -106,10 +106,10 @@ def _draw_rows(axes: Axes, steps: StepLog, edges: F64) -> None:
 
 
 def _draw_queue(axes: Axes, steps: StepLog, edges: F64) -> None:
-    at = steps.column("planned")
-    _curve(axes, edges, mean_of_gauge(at, steps.column("running"), edges), "#4878a8", "running")
-    _curve(axes, edges, mean_of_gauge(at, steps.column("waiting"), edges), "#c03d3e", "waiting")
-    retractions = np.diff(np.interp(edges, at, steps.column("retractions"))) if len(at) else np.zeros(0)
+    at = steps.gauge("at")
+    _curve(axes, edges, mean_of_gauge(at, steps.gauge("running"), edges), "#4878a8", "running")
+    _curve(axes, edges, mean_of_gauge(at, steps.gauge("waiting"), edges), "#c03d3e", "waiting")
+    retractions = np.diff(np.interp(edges, at, steps.gauge("retractions"))) if len(at) else np.zeros(0)
     if retractions.any():
         _curve(axes, edges, retractions, "#555555", f"retracted per {edges[1] - edges[0]:.3g} s", ":")
     axes.set_ylabel("requests")
@@ -117,9 +117,7 @@ def _draw_queue(axes: Axes, steps: StepLog, edges: F64) -> None:
 
 def _draw_kv(axes: Axes, outcome: Outcome, edges: F64) -> None:
     steps, percent = outcome.steps, 100 / outcome.num_pages
-    gauges = [
-        mean_of_gauge(steps.column("planned"), steps.column(name) * percent, edges) for name in ("pages_in_use", "pages_cached")
-    ]
+    gauges = [mean_of_gauge(steps.gauge("at"), steps.gauge(name) * percent, edges) for name in ("pages_in_use", "pages_cached")]
     _stack(axes, edges, gauges, ["#4878a8", "#a9c4de"], ["in use", "cached, can be freed"])
     axes.set_ylim(0, 100)
     axes.set_ylabel("KV pool, %")

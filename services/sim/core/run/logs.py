@@ -1,4 +1,4 @@
-"""Records a simulation: one row per step and one per request, in growing columns."""
+"""Records a simulation: one row per step, per sample of the gauges and per request, in columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ STEP_COLUMNS = (
     "mode",  # ForwardMode
     "rows",  # number of rows
     "prefill_tokens",  # tokens of the extend rows
-    "planned",  # time of planning; the following columns have the values directly after the planning
+)
+GAUGE_COLUMNS = (
+    "at",  # time of the sample
     "running",  # running requests
     "waiting",  # waiting requests
     "pages_in_use",  # pages that are leased, or cached and pinned
@@ -29,27 +31,47 @@ STEP_COLUMNS = (
 )
 
 
-class StepLog:
-    """The steps of a run. For the columns see STEP_COLUMNS."""
+class _Table:
+    """Rows of numbers that grow by one row at a time."""
 
-    def __init__(self) -> None:
-        self._rows = np.empty((1024, len(STEP_COLUMNS)))
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._columns = columns
+        self._rows = np.empty((1024, len(columns)))
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, run: SimRun, planned: float, stats: StepStats) -> None:
+    def add(self, *values: float) -> None:
         if self._count == len(self._rows):
             self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+        self._rows[self._count] = values
+        self._count += 1
+
+    def column(self, name: str) -> F64:
+        return self._rows[: self._count, self._columns.index(name)]
+
+
+class StepLog:
+    """The steps of a run, and samples of the scheduler's gauges.
+
+    The gauges are sampled directly after a step is planned, and when the worker begins to wait without a step.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._gauges = _Table(STEP_COLUMNS), _Table(GAUGE_COLUMNS)
+
+    def __len__(self) -> int:
+        """Returns the number of steps."""
+        return len(self._steps)
+
+    def add(self, run: SimRun) -> None:
         plan = run.plan
-        self._rows[self._count] = (
-            run.begin,
-            run.end,
-            plan.mode,
-            plan.num_rows,
-            len(plan.input_ids),
-            planned,
+        self._steps.add(run.begin, run.end, plan.mode, plan.num_rows, len(plan.input_ids))
+
+    def sample(self, at: float, stats: StepStats) -> None:
+        self._gauges.add(
+            at,
             stats.num_running,
             stats.num_waiting,
             stats.pages_used,
@@ -57,15 +79,18 @@ class StepLog:
             stats.generated_tokens_total,
             stats.retractions_total,
         )
-        self._count += 1
 
     def column(self, name: str) -> F64:
         """Returns a column of STEP_COLUMNS, float64[steps], as a view."""
-        return self._rows[: self._count, STEP_COLUMNS.index(name)]
+        return self._steps.column(name)
+
+    def gauge(self, name: str) -> F64:
+        """Returns a column of GAUGE_COLUMNS, float64[samples], as a view."""
+        return self._gauges.column(name)
 
     def throughput(self, begin: float, end: float) -> float:
         """Returns the mean number of output tokens that were committed per second between two times."""
-        at = np.interp([begin, end], self.column("planned"), self.column("generated"))
+        at = np.interp([begin, end], self.gauge("at"), self.gauge("generated"))
         return float(at[1] - at[0]) / (end - begin)
 
 

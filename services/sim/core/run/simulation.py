@@ -96,6 +96,8 @@ class Simulation:
         if self._overlap:
             self._commit(prev)
         self._take_output()
+        if run is None and prev is not None:  # otherwise the values of the last planning would count for the time without steps
+            self._steps.sample(self._clock.now, self._core.stats())
         return run
 
     def _send_due(self) -> None:
@@ -110,7 +112,8 @@ class Simulation:
         run = self._worker.launch()
         if run is not None:
             self._record("plan", run.plan)
-            self._steps.add(run, planned, self._core.stats())
+            self._steps.add(run)
+            self._steps.sample(planned, self._core.stats())
         return run
 
     def _commit(self, run: SimRun | None) -> None:
