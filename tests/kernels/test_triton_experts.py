@@ -47,6 +47,7 @@ def test_experts_of_random_batches_equal_the_twin(device: torch.device) -> None:
 
 def test_experts_equal_the_twin_when_tiles_are_full(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some experts have several tiles of rows, and a block has several parts of the depth."""
+    monkeypatch.setattr(experts, "FEW_IDS", 16)
     monkeypatch.setattr(experts, "IDS", 16)
     case = case_of(random.Random(2), torch.float32, experts=3, inner=70, width=130, rows=70, choices=2, biases=True)
     case.ids[:40] = torch.tensor([2, 0], dtype=torch.int32)
@@ -70,6 +71,27 @@ def launches(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[tuple[Any, tu
 def test_experts_keep_to_the_limits_of_a_grid_when_a_step_has_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     grids = [grid for _, grid, _ in launches(monkeypatch, 70_000)]
     assert len(grids) == 4 and max(max(grid[1:], default=1) for grid in grids) <= 65_535
+
+
+def test_kernels_of_experts_have_few_variants_for_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a variant for each constant, and for integers that are 1 or multiples of 16."""
+    variants: dict[str, set[Any]] = {}
+    for tokens in (*range(1, 130), 1000, 1001):
+        for kernel, _, arguments in launches(monkeypatch, tokens):
+            options = vars(kernel).get("kwargs", vars(kernel))  # the interpreter has the options of @triton.jit in `kwargs`
+            numbers = [(name, value) for name, value in arguments.items() if isinstance(value, int)]
+            key = [
+                (name, value if name.isupper() else (value == 1, value % 16 == 0))
+                for name, value in numbers
+                if name not in (options["do_not_specialize"] or ())
+            ]
+            variants.setdefault(kernel.__name__, set()).add(tuple(key))
+    assert {name: len(found) for name, found in variants.items()} == {
+        "_group_kernel": 2,
+        "_gate_up_kernel": 2,
+        "_down_kernel": 2,
+        "_combine_kernel": 1,
+    }
 
 
 def test_tile_of_deterministic_mode_does_not_depend_on_the_number_of_pairs() -> None:

@@ -30,11 +30,11 @@ from rootstock_llm.kernels.triton.launch import begin_next, block_of, chained, t
 from rootstock_llm.kernels.triton.layers.coded import BLOCK_K as CODED_K
 from rootstock_llm.kernels.triton.layers.coded import CodedWeights, coded_sums
 
-IDS = 1024  # pairs that a program of _group_kernel reads at a time
+FEW_IDS, IDS = 128, 1024  # pairs that a program of _group_kernel reads at a time: for few pairs, which fit at once, and for many
 COLUMNS = 1024  # columns of a program of _combine_kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids"])
 def _group_kernel(order, counts, ids, num_pairs, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """Writes the pairs of one expert to `order`, after those of experts with lower ids, and their number to `counts`."""
     take_turn(CHAINED)
@@ -304,7 +304,8 @@ def experts(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    _group_kernel[count,](order, counts, ids, pairs, BLOCK=block_of(min(pairs, IDS)), num_warps=4, **options)
+    read = FEW_IDS if pairs <= FEW_IDS else IDS  # not the number of pairs, for each of which Triton would compile a variant
+    _group_kernel[count,](order, counts, ids, pairs, BLOCK=read, num_warps=4, **options)
     _gate_up_kernel[triton.cdiv(2 * inner, tile.n), tiles](
         hidden,
         x,
