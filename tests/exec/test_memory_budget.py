@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from rootstock_llm.services.worker.core.contracts.pool_sizes import CacheShape, PoolSizes, PoolTooSmall
-from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, describe, fitting_sizes, pool_bytes, profile_peak
+from rootstock_llm.services.worker.exec.sizing import (
+    DeviceMemoryUse,
+    describe,
+    estimated_graph_bytes,
+    fitting_sizes,
+    pool_bytes,
+    profile_peak,
+)
 
 MIB = 1 << 20
 ALONE = DeviceMemoryUse(
@@ -103,6 +111,40 @@ def test_description_of_the_memory_budget_lists_all_parts() -> None:
         "0.85 of the device's 1000 MiB may be used, 40 MiB stay free; weights 300 MiB, activations 50 MiB, graphs 20 MiB,"
         " workspaces 30 MiB, used elsewhere 10 MiB, KV pool 5 MiB"
     )
+
+
+class GraphDevice:
+    """A device on which graphs are captured. The first capture also loads kernels, which stay loaded."""
+
+    def __init__(self, graphs: Sequence[int], kernels: int = 0) -> None:
+        """
+        Args:
+            graphs: bytes of the graphs that a capture makes, the largest first.
+            kernels: bytes of the loaded kernels.
+        """
+        self.free = 10_000 * MIB
+        self._graphs, self._kernels = graphs, kernels
+
+    def capture(self, report: Callable[[], None]) -> None:
+        before = self.free - self._kernels
+        self.free, self._kernels = before, 0
+        for size in self._graphs:
+            self.free -= size
+            report()
+        self.free = before
+
+
+@pytest.mark.parametrize("kernels_mib", [0, 5, 100])
+def test_memory_of_graphs_is_the_largest_graph_and_one_of_the_second_size_for_each_other_graph(kernels_mib: int) -> None:
+    device = GraphDevice((50 * MIB, 10 * MIB), kernels_mib * MIB)
+    assert estimated_graph_bytes(device.capture, 30, lambda: device.free) == (50 + 29 * 10) * MIB
+    assert device.free == (10_000 - kernels_mib) * MIB
+
+
+def test_memory_of_one_graph_is_its_own_memory_and_that_of_no_graph_is_zero() -> None:
+    one, none = GraphDevice((50 * MIB,), 100 * MIB), GraphDevice(())
+    assert estimated_graph_bytes(one.capture, 1, lambda: one.free) == 50 * MIB
+    assert estimated_graph_bytes(none.capture, 4, lambda: none.free) == 0
 
 
 class Counted:

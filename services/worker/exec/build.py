@@ -37,7 +37,14 @@ from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPoo
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool
 from rootstock_llm.services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from rootstock_llm.services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
-from rootstock_llm.services.worker.exec.sizing import DeviceMemoryUse, describe, fitting_sizes, measured_use, pool_bytes
+from rootstock_llm.services.worker.exec.sizing import (
+    DeviceMemoryUse,
+    describe,
+    estimated_graph_bytes,
+    fitting_sizes,
+    measured_use,
+    pool_bytes,
+)
 from rootstock_llm.services.worker.exec.speculation import NO_DRAFT, Drafting, load_draft
 from rootstock_llm.services.worker.exec.step.cuda_graph_runner import CudaGraphMemory, CudaGraphRunner, GraphMemory, graph_sizes
 from rootstock_llm.services.worker.exec.step.drafted_steps import DraftedSteps
@@ -556,23 +563,25 @@ class _Assembly:
         self._drafting.rehearse(self.runner.passes.model, num_tokens)
 
     def _graph_bytes(self) -> int:
-        """Estimates the bytes of all graphs: captures the largest graph, then the two largest, and measures both.
+        """Estimates the bytes of all graphs, see estimated_graph_bytes(). 0 if there are none, or if capturing fails."""
+        count = len(self.graph_rows)
+        estimate = estimated_graph_bytes(self._capture_two_graphs, count, self._free_bytes) if count else 0
+        return estimate if self.graph_rows else 0
 
-        The graphs share their temporary tensors. Each further graph is assumed to need as many more bytes as the second one.
+    def _capture_two_graphs(self, report: Callable[[], None]) -> None:
+        """Captures the two largest graphs, the largest first, calls `report` after each of them, and releases both.
+
+        Does nothing if an earlier capture has failed.
         """
-        if not self.graph_rows:
-            return 0
-        taken = []
-        for sizes in (self.graph_rows[-1:], self.graph_rows[-2:]):
-            before = torch.cuda.mem_get_info(self._device)[0]
-            runner = self.runner
-            graphs = CudaGraphRunner(sizes, CudaGraphMemory(self._streams), runner.passes, runner.sampler, runner.attention)
-            self._capture_or_disable(partial(graphs.capture, lambda number, total: None))
-            self._streams.synchronize()
-            taken.append(before - torch.cuda.mem_get_info(self._device)[0])
-            graphs.release()
-            return_memory(self._device)
-            if not self.graph_rows:
-                return 0
-        first, both = taken
-        return max(0, first) + max(0, both - first) * (len(self.graph_rows) - 1)
+        runner, sizes = self.runner, self.graph_rows[-2:]
+        if not sizes:
+            return
+        graphs = CudaGraphRunner(sizes, CudaGraphMemory(self._streams), runner.passes, runner.sampler, runner.attention)
+        self._capture_or_disable(partial(graphs.capture, lambda number, total: report()))
+        graphs.release()
+        return_memory(self._device)
+
+    def _free_bytes(self) -> int:
+        self._streams.synchronize()
+        free: int = torch.cuda.mem_get_info(self._device)[0]
+        return free

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -47,6 +48,27 @@ def measured_use(
         workspace=workspace,
         allocated_now=("weights", "workspace"),
     )
+
+
+def estimated_graph_bytes(capture: Callable[[Callable[[], None]], None], num_graphs: int, free: Callable[[], int]) -> int:
+    """Estimates the bytes of all graphs from those of the two largest.
+
+    The graphs share their temporary tensors. Each further graph is assumed to need as many bytes as the second one.
+
+    The two graphs are captured twice, and only the second capture is measured. During the first capture, libraries load kernels
+    and back ends allocate workspaces. This memory stays allocated, so it is part of DeviceMemoryUse.used_elsewhere.
+
+    Args:
+        capture: captures the two largest graphs, the largest first, calls its argument after each of them, and releases both. If
+            there is only one graph, or if capturing fails, it captures fewer.
+        num_graphs: number of all graphs, 1 or more.
+        free: returns the free bytes of the device.
+    """
+    capture(lambda: None)
+    readings = [free()]
+    capture(lambda: readings.append(free()))
+    taken = [max(0, before - after) for before, after in pairwise(readings)]
+    return sum(taken[:1]) + sum(taken[1:]) * (num_graphs - 1)
 
 
 @dataclass(frozen=True, slots=True)
