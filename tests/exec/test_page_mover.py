@@ -292,6 +292,21 @@ def pull(address: str, number: int, pages: list[int]) -> PageOperation:
     return PageOperation(number, OperationKind.PULL, tuple(KEYS[: len(pages)]), column, NO_PAGES, pull=Pull(source, 0, bytes(32)))
 
 
+class OnGpu(HostStreams):
+    """Streams whose device is a GPU, although the pools are in host memory."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+class IdleStream:
+    """Replaces a CUDA stream whose work is done."""
+
+    def synchronize(self) -> None:
+        return
+
+
 class TestOtherWorkers:
     @pytest.fixture
     def elsewhere(self, moving: Moving) -> Iterator[Elsewhere]:
@@ -308,6 +323,27 @@ class TestOtherWorkers:
         assert moving.fact().count == 2 and moving.page(0) == before
         for page in (4, 2):
             assert set(b"".join(moving.page(page))) == {3}
+
+    def test_pulled_pages_are_staged_in_pinned_memory_when_the_device_is_a_gpu(
+        self, moving: Moving, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """This also holds for a decode worker without tiers, whose host tier has no pages."""
+        staged, empty, nothing = list[tuple[object, bool]](), torch.empty, torch.empty((0, moving.copier.page_bytes))
+        streams = OnGpu(1)
+        mover = PageMover(streams, lambda: moving.copier, moving.arrivals, nothing.to(torch.uint8), None, Elsewhere())
+        mover.on_fact = moving.woken.release
+
+        def recorded(shape: object, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            staged.append((shape, pin_memory))
+            return empty(shape, **options)
+
+        monkeypatch.setattr(torch, "empty", recorded)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: IdleStream())
+        mover.begin(pull("a", 3, [4, 2]))
+        assert moving.woken.acquire(timeout=DEADLINE_S) and [fact.count for fact in mover.facts()] == [2]
+        mover.close()
+        streams.close()
+        assert staged == [((2, moving.copier.page_bytes), True)]
 
     def test_failed_pull_writes_nothing(self, moving: Moving, elsewhere: Elsewhere) -> None:
         before = moving.page(4)

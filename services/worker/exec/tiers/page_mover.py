@@ -455,12 +455,13 @@ class PageMover:
     def _staging(self, pages: int) -> Tensor:
         """Returns uint8[n, page bytes] of this thread's staging memory, valid until its next operation.
 
-        The memory is reused, because filling new memory takes several times as long.
+        The memory is reused, because filling new memory takes several times as long. For a GPU, it is pinned, also without a host
+        tier. Otherwise, the thread would wait for the copy of each page.
         """
         buffer: Tensor | None = getattr(self._per_thread, "staging", None)
         if buffer is None or len(buffer) < pages:
             buffer = self._per_thread.staging = torch.empty(
-                (pages, self._host.shape[1]), dtype=torch.uint8, pin_memory=self._host.is_pinned()
+                (pages, self._host.shape[1]), dtype=torch.uint8, pin_memory=self._streams.device.type == "cuda"
             )
         return buffer[:pages]
 
