@@ -26,6 +26,7 @@ from rootstock_llm.services.worker.exec.contracts.protocol import Executor, Exec
 from rootstock_llm.services.worker.exec.device import NoDevice, device_of
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.memory_parts import MemoryParts, NoModel
+from rootstock_llm.services.worker.exec.pools import kv_pool
 from rootstock_llm.services.worker.exec.pools.kv_pool import NO_POOL, KVPool
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError
 from tests.exec.driver import Driver, Sequence, greedy
@@ -188,6 +189,20 @@ def test_lost_device_is_reported_once(folder: Path, monkeypatch: pytest.MonkeyPa
             Driver(executor, PAGE_SIZE).prefill([Sequence([1, 2, 3], 0, greedy())])
     assert lost == ["the device does not respond: unspecified launch failure"]
     executor.close()
+
+
+def test_pool_is_allocated_after_the_memory_of_the_smallest_pool_is_freed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, alive, allocate = list[weakref.ref[torch.Tensor]](), list[int](), kv_pool.allocate
+
+    def counted(*args: Any) -> KVPool:
+        alive.append(sum(keys() is not None for keys in made))
+        pool = allocate(*args)
+        made.append(weakref.ref(pool.keys[0]))
+        return pool
+
+    monkeypatch.setattr(kv_pool, "allocate", counted)
+    built(folder).close()
+    assert alive == [0, 0], "the smallest pool, then the pool for requests"
 
 
 def test_memory_can_be_released_and_resumed(folder: Path) -> None:

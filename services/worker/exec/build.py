@@ -34,7 +34,7 @@ from rootstock_llm.services.worker.exec.models.attention import Attention
 from rootstock_llm.services.worker.exec.models.decoder import Decoder
 from rootstock_llm.services.worker.exec.models.loaded_model import LoadedModel
 from rootstock_llm.services.worker.exec.pools.embedding_pool import EmbeddingPool
-from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool
+from rootstock_llm.services.worker.exec.pools.kv_pool import NO_POOL, Arrivals, KVPool
 from rootstock_llm.services.worker.exec.sampling.logprob_requests import PIECE_BYTES
 from rootstock_llm.services.worker.exec.sampling.sampler import EDITED_ROWS, DeviceSampler
 from rootstock_llm.services.worker.exec.sizing import (
@@ -378,6 +378,7 @@ class _Assembly:
             else:
                 sizes = self._sizes(mem_fraction_static, context_len)
         with self._phases.timed("kv_pool"):
+            self.runner.passes.pool = NO_POOL  # frees the smallest pool, whose saved inputs are as large as those of the new pool
             self.runner.passes.pool = self.pools.allocate(sizes)
             self._drafting.allocate(partial(self.pools.allocate, sizes))
         self.pools.report(sizes, self._progress)
