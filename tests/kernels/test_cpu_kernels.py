@@ -469,6 +469,25 @@ def test_token_selection_draws_the_same_tokens_as_the_reference(
     assert_draws_as_reference(size, temperature, cut)
 
 
+def test_token_selection_draws_no_forbidden_token_when_a_block_sum_is_rounded_up() -> None:
+    """Draws next to the end of the first block of 64 tokens. The third block has forbidden tokens before its allowed one."""
+    kernels, vocab_size, seed = CpuSampling(built_library(), 1), 192, 1
+    positions = torch.arange(1 << 22, dtype=torch.int32)
+    drawn, order = kernels.uniforms(torch.full((len(positions),), seed), positions).sort()
+    for number in range(40):
+        logits = torch.full((1, vocab_size), -torch.inf)
+        logits[0, :64] = -random(64, seed=number).abs()
+        logits[0, -1] = -3.0
+        masses = logits[0].exp().double()
+        end = float(masses[:64].sum() / masses.sum())
+        first, last = torch.searchsorted(drawn, torch.tensor([end - 1e-6, end + 1e-6], dtype=torch.float64)).tolist()
+        near = positions[order[first:last]].tolist()
+        table = table_of([SlotCase(temperature=1.0, seed=seed)] * len(near), vocab_size)
+        rows = rows_of([Row(slot, position) for slot, position in enumerate(near)], vocab_size)
+        found = sampled(kernels, logits.expand(len(near), -1).contiguous(), rows, table, torch.device("cpu"))
+        assert bool(logits[0, found.tokens.long()].isfinite().all()), number
+
+
 def test_reference_kernels_are_used_when_the_build_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

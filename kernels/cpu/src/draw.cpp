@@ -85,7 +85,7 @@ void apply_top_n_sigma(Row& row, const Rule& rule) {
     }
 }
 
-// Returns the first token whose cumulated mass exceeds the target; the last token with any mass if rounding prevents that.
+// Of the tokens with any mass, returns the first one whose cumulated mass exceeds the target; the last one if rounding prevents that.
 int64_t draw_from_all(const Row& row, double uniform) {
     const double target = uniform * row.total;
     double before = 0.0;
@@ -94,8 +94,9 @@ int64_t draw_from_all(const Row& row, double uniform) {
         if (row.sums[block] <= 0.0) continue;
         double within = before;
         for (int64_t i = block * kBlock; before + row.sums[block] > target && i < std::min(row.size, (block + 1) * kBlock); ++i) {
+            if (row.mass[i] <= 0.0f) continue;  // `before` alone may exceed the target, because `sums` are rounded
             within += row.mass[i];
-            if (row.mass[i] > 0.0f) last = i;
+            last = i;
             if (within > target) return i;
         }
         before += row.sums[block];
