@@ -51,6 +51,8 @@ SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
     ("minimum, the tighter", {"type": "integer", "minimum": 3, "exclusiveMinimum": 1}, ["3"], ["2"]),
     ("exclusiveMinimum, the tighter", {"type": "integer", "minimum": 1, "exclusiveMinimum": 3}, ["4"], ["2", "3"]),
     ("fractions bound integers", {"type": "integer", "minimum": 1.5, "exclusiveMaximum": 3.5}, ["2", "3"], ["1", "4"]),
+    ("number, bounds of many digits", {"type": "number", "minimum": 0, "maximum": (1 << 63) - 1}, ["0.5", "9223372036854774784"], ["9223372036854775808"]),
+    ("number, exclusive bound of many digits", {"type": "number", "exclusiveMinimum": 193944137238}, ["193944137239"], ["193944137238.000001"]),
     ("multipleOf", {"type": "integer", "multipleOf": 7}, ["0", "14", "-21", "70000000000007"], ["1", "8", "-6"]),
     ("multipleOf, bounds", {"type": "integer", "multipleOf": 5, "minimum": -5, "exclusiveMaximum": 100}, ["-5", "0", "95"],
      ["-10", "100", "7", "05", "-0"]),
@@ -98,6 +100,8 @@ SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
     ("properties", {**OBJ, "properties": A_INT}, ["{}", '{"a": 1}', '{"a":1}', '{\n  "a": 1\n}'], ['{"a": "x"}', '{"b": 1}']),
     ("required", {**OBJ, "properties": {**A_INT, "b": {}}, "required": ["b"]}, ['{"b": 0}', '{"a": 1, "b": 0}'], ['{"a": 1}', "{}"]),
     ("required, undeclared", {**OBJ, "required": ["z"]}, ['{"z": null}'], ["{}", '{"a": 1}']),
+    ("maxLength of 33 bits", {"type": "string", "maxLength": 1 << 32}, ['""', '"abc"'], ["1"]),
+    ("maxItems of 33 bits", {"type": "array", "maxItems": (1 << 32) + 1}, ["[]", "[1, 2]"], ["1"]),
     ("no properties", {**OBJ, "properties": {}}, ["{}", "{ }"], ['{"a": 1}', '{"": "Lima"}']),
     ("propertyNames of any string", {**OBJ, "propertyNames": {"type": "string"}}, ["{}", '{"a": 1}'], ["1"]),
     ("propertyNames, required", {**OBJ, "propertyNames": {"enum": ["a", "b"]}, "required": ["b"], "additionalProperties": {"type": "null"}},
@@ -166,6 +170,17 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({**OBJ, "propertyNames": {"enum": ["a"]}, "required": ["b"]}, "#/required"),
     ({**OBJ, "propertyNames": {"enum": [1]}}, "#/propertyNames"),
     ({**OBJ, "properties": {"a": {"propertyNames": {"type": "integer"}}}}, "#/properties/a/propertyNames"),
+    ({**OBJ, "propertyNames": False}, "#/propertyNames"),
+    ({**OBJ, "propertyNames": None}, "#/propertyNames"),
+    ({**OBJ, "propertyNames": False, "properties": A_INT}, "#/propertyNames"),
+    ({**OBJ, "propertyNames": {"enum": ["a"], "type": "integer"}}, "#/propertyNames"),
+    ({**OBJ, "patternProperties": None}, "#/patternProperties"),
+    ({**OBJ, "additionalProperties": None}, "#/additionalProperties"),
+    ({"type": "array", "minItems": (1 << 32) + 1}, "#/minItems"),
+    ({"type": "string", "minLength": (1 << 32) + 1}, "#/minLength"),
+    ({"type": "integer", "minimum": 10**400}, "#/minimum"),
+    ({"type": "number", "multipleOf": 10**400}, "#/multipleOf"),
+    ({"oneOf": [{"const": {"a": [1]}}, {"const": {"a": [1.0]}}]}, "#/oneOf"),
     ({"type": "string", "pattern": "(?=a)b"}, "#/pattern"),
     ({"type": "string", "format": "iri"}, "#/format"),
     ({"type": "strnig"}, "#/type"),
@@ -203,3 +218,8 @@ def test_unsupported_keyword_is_refused_with_a_json_pointer(schema: Any, pointer
         model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     assert str(refusal.value).split(": ")[1] == pointer
     assert "\n" not in str(refusal.value)
+
+
+def test_schema_is_refused_when_a_number_exceeds_the_range_of_a_double() -> None:
+    with pytest.raises(GrammarRefused, match="a number exceeds the range of a double"):
+        model.compiled(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"const": -1e999}'))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -17,7 +18,7 @@ def parse_json(source: str, what: str) -> Any:
     if depth_of(source) > MAX_DEPTH:
         raise GrammarRefused(f"{what}: nested more than {MAX_DEPTH} levels deep")
     try:
-        return json.loads(source, parse_constant=_no_constant)
+        return json.loads(source, parse_constant=_no_constant, parse_float=_finite)
     except ValueError as error:
         raise GrammarRefused(f"{what}: not JSON: {error}") from None
 
@@ -33,6 +34,13 @@ def depth_of(source: str) -> int:
         elif mark in ("]", "}"):
             depth -= 1
     return deepest
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if math.isinf(value):
+        raise ValueError("a number exceeds the range of a double")
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -24,6 +24,7 @@ _RULE = re.compile(r"^(root\w*) ::= (.*)$", re.MULTILINE)
 _NAME = re.compile(r"\broot\w*\b")
 MAX_MULTIPLE = 1000  # largest divisor that is passed to xgrammar's converter
 INT64 = 1 << 63
+MAX_EXACT = 1 << 53  # a double can hold every whole number up to it
 MAX_SCALED = 10**15 - 1  # largest multiple, read without its decimal point; a double can hold every whole number up to it
 MOST_DECIMALS = 6  # decimals of the numbers that xgrammar's converter generates within bounds
 _DIGIT = ord("0")
@@ -34,10 +35,11 @@ def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | 
     """Returns the schema's bounds as keywords for xgrammar's schema converter.
 
     Returns:
-        The bounds by keyword: at most one lower and one upper bound, as whole numbers for integers; {} if there are no bounds.
+        The bounds by keyword: at most one lower and one upper bound, as whole numbers for integers and as doubles for numbers;
+        {} if there are no bounds.
 
     Raises:
-        GrammarRefused: a bound of an integer is outside of 64 bits.
+        GrammarRefused: a bound of an integer is outside of 64 bits, or no double is within a bound.
     """
     low, high = _bound(schema, "minimum", max, path), _bound(schema, "maximum", min, path)
     found: dict[str, float | int] = {}
@@ -46,9 +48,13 @@ def numeric_keywords(schema: Schema, kind: str, path: str) -> dict[str, float | 
             continue
         value, strict = side
         key = f"exclusive{name.title()}" if strict else name
-        found[key] = value if kind == "number" else _whole(value, name, strict)
-        if kind == "integer":
-            found[name] = found.pop(key)
+        if kind == "number":
+            double, strict = _double(value, name, strict)
+            if math.isinf(double):
+                raise refuse(child(path, key), "no double is within this bound")
+            found[f"exclusive{name.title()}" if strict else name] = double
+        else:
+            found[name] = _whole(value, name, strict)
             if abs(found[name]) >= INT64:
                 raise refuse(child(path, key), "must fit into 64 bits")
     return found
@@ -95,6 +101,22 @@ def _whole(value: float | int, name: str, strict: bool) -> int:
     if name == "minimum":
         return math.floor(value) + 1 if strict else math.ceil(value)
     return math.ceil(value) - 1 if strict else math.floor(value)
+
+
+def _double(value: float | int, name: str, strict: bool) -> tuple[float | int, bool]:
+    """Returns a bound that is a double and within the given bound, and whether it is exclusive.
+
+    xgrammar's converter reads bounds as doubles. An exclusive bound becomes an inclusive one if a number with MOST_DECIMALS
+    decimals could be rounded to the bound when it is read as a double.
+    """
+    inwards = math.inf if name == "minimum" else -math.inf
+    nearest = float(value)
+    if nearest != value:
+        is_within = (nearest > value) == (inwards > 0)
+        return nearest if is_within else math.nextafter(nearest, inwards), False
+    if strict and abs(nearest) * 10**MOST_DECIMALS > MAX_EXACT:
+        return math.nextafter(nearest, inwards), False
+    return value, strict
 
 
 def whole_multiple(schema: Schema, kind: str, path: str) -> int | None:

@@ -21,6 +21,7 @@ from rootstock_llm.services.worker.grammar.schema.schema_support import (
     bounds,
     check_keywords,
     child,
+    is_of,
     listing,
     mapping,
     names,
@@ -120,6 +121,7 @@ def _rest_of_array(rest: Node | None, end: Node, low: int, high: int | None, fir
 def _members(builder: Builder, schema: Schema, path: str) -> _Members | None:
     """Returns the pairs that objects of the schema may have, or None if any object satisfies the schema."""
     low, high = bounds(schema, "minProperties", "maxProperties", path)
+    _check_additional(schema, path)
     written = mapping(schema, "properties", path)
     schema = _with_named(builder, schema, path)
     properties = mapping(schema, "properties", path)
@@ -157,11 +159,17 @@ def _is_narrow(schema: Schema) -> bool:
 
 
 def _key_limits(schema: Schema) -> list[str]:
-    return [key for key in ("patternProperties", "propertyNames") if schema.get(key)]
+    return [key for key in ("patternProperties", "propertyNames") if schema.get(key, {}) != {}]
+
+
+def _check_additional(schema: Schema, path: str) -> None:
+    for key in ("additionalProperties", "unevaluatedProperties"):
+        if key in schema and schema[key] is None:
+            raise refuse(child(path, key), "must be an object, or a boolean")
 
 
 def _additional(schema: Schema) -> Any:
-    """Returns the schema of undeclared properties, or None if the schema has none."""
+    """Returns the schema of undeclared properties, or None if the schema has none. See _check_additional()."""
     return schema.get("additionalProperties", schema.get("unevaluatedProperties"))
 
 
@@ -236,7 +244,8 @@ def _with_named(builder: Builder, schema: Schema, path: str) -> Schema:
         return schema
     check_keywords(found, where)
     listed = listing(found, "enum", where) if "enum" in found else [found["const"]]
-    allowed = dict.fromkeys(value for value in listed if isinstance(value, str))
+    types = types_of(found, where) if "type" in found else ()
+    allowed = dict.fromkeys(value for value in listed if isinstance(value, str) and is_of(value, types))
     if not 0 < len(allowed) <= MAX_OPTIONAL_PROPERTIES:
         raise refuse(where, f"must list 1 to {MAX_OPTIONAL_PROPERTIES} different strings; it lists {len(allowed)}")
     for name in names(schema, "required", path):

@@ -76,7 +76,14 @@ def _keys(values: list[Any]) -> set[tuple[str, str]]:
 
 
 def _key(value: Any) -> tuple[str, str]:
-    """Returns a hashable value that is equal for values that JSON Schema treats as equal, such as 1 and 1.0."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return type_of_value(value), json.dumps(value, sort_keys=True)
+    """Returns a hashable value that is equal for values that JSON Schema treats as equal, such as [1] and [1.0]."""
+    return type_of_value(value), json.dumps(_with_whole_numbers(value), sort_keys=True)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Returns a value whose whole numbers are all of the type int. parse_json() limits the depth of the recursion."""
+    if isinstance(value, list):
+        return [_with_whole_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(member) for key, member in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -6,7 +6,7 @@ which is from older drafts.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -34,6 +34,7 @@ COMBINERS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 TYPED = frozenset().union(*KEYWORDS_OF_TYPE.values())
 _KNOWN = TYPED | {"type", *COMBINERS}
 MAX_REFERENCES = 64  # largest number of references that are followed from one schema
+MAX_COUNT = (1 << 31) - 1  # largest number of repetitions in a grammar; xgrammar reads 2**32 + 1 as 1
 
 
 def refuse(path: str, why: str) -> GrammarRefused:
@@ -121,16 +122,21 @@ def count(schema: Schema, key: str, path: str, default: int | None) -> int | Non
 
 
 def bounds(schema: Schema, low_key: str, high_key: str, path: str) -> tuple[int, int | None]:
+    """Returns the values of a lower and an upper bound. An upper bound above MAX_COUNT is no bound: no output is as long."""
     low, high = count(schema, low_key, path, 0) or 0, count(schema, high_key, path, None)
     if high is not None and low > high:
         raise refuse(child(path, low_key), f"is greater than {high_key}")
-    return low, high
+    if low > MAX_COUNT:
+        raise refuse(child(path, low_key), f"must be at most {MAX_COUNT}")
+    return low, None if high is None or high > MAX_COUNT else high
 
 
 def number(schema: Schema, key: str, path: str) -> float | int | None:
     value = schema.get(key)
-    if key in schema and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+    if key in schema and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise refuse(child(path, key), "must be a number")
+    if value is not None and abs(value) > sys.float_info.max:
+        raise refuse(child(path, key), "exceeds the range of a double")
     return value
 
 
