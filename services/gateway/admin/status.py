@@ -73,17 +73,18 @@ class StatusReport:
         Workers are sorted by id. Workers whose id is unknown are last.
 
         Args:
-            may_use: Whether `workers` has the workers of the model with this name. The name is "" if the model is unknown.
+            may_use: Whether the fields include the model with this name and its workers. The name is "" if the model is unknown.
         """
         dispatcher, now = self._dispatcher, asyncio.get_running_loop().time()
         fleet, usable = dispatcher.fleet, set(dispatcher.fleet.usable())
         named = [(link, fleet.model_name(link)) for link in fleet.links.values()]
-        workers = [_worker(link, name, link in usable, now) for link, name in named if may_use(name or "")]
+        shown = [(link, name) for link, name in named if may_use(name or "")]
+        workers = [_worker(link, name, link in usable, now) for link, name in shown]
         return {
             "workers": sorted(workers, key=lambda worker: (worker["worker_id"] is None, worker["worker_id"] or "")),
             "gateway": {
-                "waiting": sum(dispatcher.waiting_by_model().values()),
-                "workers": dispatcher.connected(),
+                "waiting": sum(count for name, count in dispatcher.waiting_by_model().items() if may_use(name)),
+                "workers": sum(link in usable for link, _ in shown),
                 "tokenizers": self._tokenizers(),
                 "detokenizers": self._detokenizers(),
                 "surroundings": self._surroundings.report(),

@@ -46,7 +46,7 @@ def _page_states(queues: RequestQueues, memory: KVMemory) -> list[str]:
     if (owners == 0).any():
         out.append(f"{int((owners == 0).sum())} pages have no owner")
     if (owners > 1).any():
-        out.append(f"{int((owners > 1).sum())} pages have two owners")
+        out.append(f"{int((owners > 1).sum())} pages have several owners")
     return out
 
 
@@ -68,7 +68,7 @@ def _units(queues: RequestQueues, memory: KVMemory) -> list[str]:
         free = pool.free_units().tolist()
         owners = np.bincount([*free, *owned, *held[pool.index], *pool.quarantined], minlength=pool.num_units)
         if (owners != 1).any():
-            out.append(f"{int((owners != 1).sum())} units of group {pool.index} have no owner or two owners")
+            out.append(f"{int((owners != 1).sum())} units of group {pool.index} have no owner or several")
         cached = [unit for node in memory.tree.nodes() for unit in node.units[pool.index].tolist() if unit != NO_UNIT]
         if sorted(cached) != owned or any((node.units[pool.index] == unit).sum() != 1 for unit, node in pool.owned()):
             out.append(f"the units of group {pool.index} are not those of the cached pages")

@@ -151,16 +151,21 @@ class TestModels:
 
     def test_worker_lists_have_only_models_that_the_api_key_may_use(self) -> None:
         keys = [{"name": "alice", "key": "alice", "models": ["b"]}, {"name": "bob", "key": "bob", "models": ["c"]}, "carol"]
-        with System(workers=2, configure=serving("a", "b"), keys=keys) as system:
+        with System(workers=2, configure=serving("a", "b"), models="a,b,d", keys=keys) as system:
 
             def body(path: str, key: str) -> Any:
                 return system.get(path, headers={"x-api-key": key}).json()
 
             system.do(lambda: [host.servicer.report_load(num_open=1) for host in system.workers])
             wait_until(lambda: len(body("/get_load", "carol")) == 2, "the load reports of both workers")
+            client = RawClient(system, CHAT, chat_body(model="d"), "carol")
+            wait_until(lambda: body("/server_info", "carol")["gateway"]["waiting"] == 1, "the request in the gateway's queue")
+            assert body("/server_info", "alice")["gateway"]["waiting"] == 0
+            client.vanish()
             for key, models in {"alice": ["b"], "bob": [], "carol": ["a", "b"]}.items():
                 info = body("/server_info", key)
                 assert sorted(worker["model"] for worker in info["workers"]) == models
+                assert info["gateway"]["workers"] == len(models)
                 ids = sorted(worker["worker_id"] for worker in info["workers"])
                 for loads in (info["loads"], body("/get_load", key)):
                     assert sorted(load["worker_id"] for load in loads) == ids
