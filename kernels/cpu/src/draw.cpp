@@ -118,6 +118,7 @@ float bound_of_top(const Row& row, int64_t k) {
 // Returns the ids of the logits >= bound that may remain after the cuts: most likely first, and the lower id first among equal logits.
 // `ranked` tells whether top_k cuts. Without top_k, the tokens with a mass below `least` are omitted. All tokens with a mass below
 // `outside` together have less than 1 - top_p of the mass, so they are not in the nucleus. min_p cuts the tokens below min_p.
+// Tokens without mass are omitted, because a grammar may forbid nearly all tokens, and to sort these would take most of the time.
 std::vector<int64_t> candidates(const Row& row, const Rule& rule, bool ranked, float bound) {
     const double outside = (1.0 - rule.top_p) * row.total / static_cast<double>(row.size) * 0.999;
     const double least = ranked ? 0.0 : std::max<double>(outside, rule.min_p);
@@ -125,7 +126,7 @@ std::vector<int64_t> candidates(const Row& row, const Rule& rule, bool ranked, f
     for (int64_t block = 0; block < static_cast<int64_t>(row.highest.size()); ++block) {
         if (row.highest[block] < bound) continue;
         for (int64_t i = block * kBlock; i < std::min(row.size, (block + 1) * kBlock); ++i) {
-            if (row.x[i] >= bound && row.mass[i] >= least) ids.push_back(i);
+            if (row.x[i] >= bound && row.mass[i] > 0.0f && row.mass[i] >= least) ids.push_back(i);
         }
     }
     std::sort(ids.begin(), ids.end(), [&](int64_t a, int64_t b) { return row.x[a] != row.x[b] ? row.x[a] > row.x[b] : a < b; });
