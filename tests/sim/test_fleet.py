@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rootstock_llm.services.gateway.routing.config import RoutingConfig, RoutingPolicy
-from rootstock_llm.services.gateway.routing.policies import WorkerColumns
+from rootstock_llm.services.gateway.routing.policies import SharingMeter, WorkerColumns
 from rootstock_llm.services.sim.core.run.simulation import Simulation, SimulationError
 from rootstock_llm.services.sim.core.run.time_models import PRESETS
 from rootstock_llm.services.sim.core.run.worker import HostTimes
@@ -151,6 +151,39 @@ def test_gateway_queues_requests_beyond_the_workers_limits() -> None:
     opened = outcome.log.loads.open_between(-1.0, np.inf)
     assert opened.max() == 10, "a worker accepts a quarter more than it runs"
     assert outcome.max_queue == 120 - 4 * 10
+
+
+def test_gateway_counts_one_routing_decision_per_request_while_workers_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    matches: list[bool] = []
+    monkeypatch.setattr(SharingMeter, "decided", lambda _, matched: matches.append(matched))
+    run(random_lengths(60, 100, 20, 0.0, 0.0, 7), scheduler=replace(SCHEDULER, max_running_requests=4))
+    assert len(matches) == 60
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [
+        pytest.param({}, [], id="priorities off"),
+        pytest.param({"enable_priority_scheduling": True}, [2, 1, 0], id="high first"),
+        pytest.param({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, [0, 1, 2], id="low first"),
+    ],
+)
+def test_gateway_queue_orders_requests_by_the_settings_of_priorities(settings: dict[str, Any], order: list[int]) -> None:
+    plain = TraceRequest(0.0, (), 64, 20, 20)
+    trace = Trace(64, tuple(replace(plain, priority=index % 3) for index in range(90)))
+    outcome = run(trace, gateways=1, workers=1, scheduler=replace(SCHEDULER, max_running_requests=1, **settings))
+    queued = np.argsort(outcome.log.requests.first_token, kind="stable")[3:]  # the first three never queue
+    priorities = [trace.requests[index].priority for index in queued.tolist()]
+    assert priorities == (sorted(priorities, key=order.index) if order else [index % 3 for index in range(3, 90)])
+
+
+def test_gateway_queue_is_fair_by_prompt_and_output_tokens_of_routing_keys() -> None:
+    """A request of key `long` counts as 64 + 2 x 200 tokens, and a request of `short` as 64 + 2 x 10."""
+    lengths = {"long": 200, "short": 10}
+    pairs = [TraceRequest(0.0, (), 64, lengths[key], lengths[key], routing_key=key) for _ in range(30) for key in lengths]
+    outcome = run(Trace(64, tuple(pairs)), gateways=1, workers=1, scheduler=replace(SCHEDULER, max_running_requests=1))
+    first = outcome.log.requests.first_token
+    assert np.sort(first[1::2])[-1] < np.sort(first[0::2])[10], "30 short requests are served before 10 long ones"
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,11 @@ from rootstock_llm.services.gateway.generation.errors import ApiError, model_not
 from rootstock_llm.services.gateway.generation.origin import Caller
 from rootstock_llm.services.gateway.generation.request import ModelInfo, ModelVersion
 from rootstock_llm.services.gateway.observe.metrics import GatewayMetrics
-from rootstock_llm.services.gateway.routing.fair_queue import Placed, QueueFull
+from rootstock_llm.services.gateway.routing.fair_queue import OUTPUT_WEIGHT, Placed, QueueFull
 from rootstock_llm.services.shared.limits import PRIORITY_RANGE
 
 LOOK_S = 0.5  # seconds between two checks for an unknown model while a worker may still add it
 BACKGROUND = 2 * PRIORITY_RANGE[0]  # queue priority of background requests, below all other priorities
-OUTPUT_WEIGHT = 2  # an output token is charged to its API key like this number of prompt tokens
 WINDOW_S = 15.0  # seconds; Retry-After is computed from the completions in the current and the previous window
 LONGEST_S = 60  # largest Retry-After, in seconds
 

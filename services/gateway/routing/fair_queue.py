@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar
 
+OUTPUT_WEIGHT = 2  # an output token is charged to its API key like this number of prompt tokens
+
 T = TypeVar("T")
 
 

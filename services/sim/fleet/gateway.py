@@ -13,12 +13,13 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rootstock_llm.services.gateway.routing.fair_queue import FairQueue, Placed
+from rootstock_llm.services.gateway.routing.fair_queue import OUTPUT_WEIGHT, FairQueue, Placed
 from rootstock_llm.services.gateway.routing.policies import (
     Pick,
     RoutingQuery,
     SharingMeter,
     WorkerColumns,
+    has_free_slot,
     hits_of,
     make_policy,
     pick_prefill,
@@ -103,6 +104,7 @@ class OpenRequest:
     num_outputs: int = 0  # output tokens so far
     row: int = -1  # row of the request's worker; -1 while it queues here
     sends: int = 0  # number of times that the request was sent to a worker
+    charged: int = 0  # weighted prompt and output tokens that have been charged to the routing key
     prefilled: bool = False  # whether a prefill worker has computed the prompt for the next worker
     source: KvSource | None = None  # KV that the next worker may read, if a worker has reserved it
     reader: Pick | None = None  # the worker that prefetches the computed pages and will get the request
@@ -277,10 +279,19 @@ class FleetGateway:
         request = self._open.pop(finish.handle)
         self._stop_reading(request)
         self._view.ended(request.row, request.tokens)
+        self._charge(request)
+
+    def _charge(self, request: OpenRequest) -> None:
+        """Charges a request's routing key, which stands for an API key, for the tokens that have not been charged yet."""
+        spent = len(request.message.prompt_ids) + OUTPUT_WEIGHT * request.num_outputs
+        if spent > request.charged:
+            self._queue.charge(request.message.routing_key, spent - request.charged)
+            request.charged = spent
 
     def _place_or_queue(self, request: OpenRequest) -> None:
         if not self._place(request):
-            displaced = self._queue.push(request, request.message.routing_key, request.message.priority)
+            priority = -self._config.scheduler.rank(request.message.priority)
+            displaced = self._queue.push(request, request.message.routing_key, priority)
             assert displaced is None, "the queue is larger than any trace"
             self.max_queue = max(self.max_queue, len(self._queue))
 
@@ -297,6 +308,8 @@ class FleetGateway:
         if reader is not None and columns.takes[reader.row] and columns.requests[reader.row] <= columns.limit[reader.row]:
             self._submit(request, reader, hands_over=False)
             return True
+        if not has_free_slot(RoutingQuery(0), columns):
+            return False
         query = self._query(request)
         pick = self._policy.pick(query, self.columns)
         if pick is None:
@@ -324,7 +337,7 @@ class FleetGateway:
         request.row = pick.row
         self._view.opened(pick.row, request.tokens)
         self._picked(pick.row, request)
-        self._queue.charge(message.routing_key, len(message.prompt_ids))
+        self._charge(request)
         self._placed(message.handle, pick, request.sends > 0)
         request.sends += 1
         self._send(pick.row, self._resumed(request) if request.num_outputs else message, hands_over)
