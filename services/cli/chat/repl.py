@@ -151,6 +151,9 @@ class Repl:
         except OSError as error:
             self._note(f"{name} cannot be written: {error.strerror}")
             return
+        except RuntimeError:  # expanduser() finds no such user
+            self._note(f"{name} cannot be written: there is no home folder of this user")
+            return
         self._note(f"{self._conversation.num_turns} turns in {name}")
 
     def _help(self, argument: str) -> None:

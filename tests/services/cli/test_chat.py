@@ -108,6 +108,13 @@ def test_chat_commands_print_results_and_errors(server: FakeServer, tmp_path: Pa
         assert text in errors
 
 
+def test_chat_continues_when_the_file_to_save_is_in_the_home_of_an_unknown_user(server: FakeServer) -> None:
+    repl = ReplSession(server)
+    assert repl.type("/save ~no-such-user/chat.json", "Hi", "/exit") == Exit.DONE
+    assert "~no-such-user/chat.json cannot be written" in repl.err.getvalue()
+    assert repl.history()[1:] == [("user", "Hi"), ("assistant", " a0 a1 a2")]
+
+
 def test_chat_process_continues_after_ctrl_c_on_a_terminal(server: FakeServer) -> None:
     server.behaviours = ["hangs", "ok"]
     terminal, program_end = pty.openpty()
