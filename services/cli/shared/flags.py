@@ -46,9 +46,14 @@ def target_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Targe
 def _is_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number
+        host = (parts.hostname or "").encode("idna").decode()
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and _is_visible_ascii(host + parts.path)
+    except ValueError:  # the port is not a number, or the host's name has an empty or too long part
         return False
+
+
+def _is_visible_ascii(text: str) -> bool:
+    return all(32 < ord(char) < 127 for char in text)
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str:
@@ -59,7 +64,7 @@ def _key(file: Path | None, environment: Mapping[str, str]) -> str:
         key = environment[KEY].strip() if file is None else file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CommandFailed(Exit.USAGE, f"{file} cannot be read ({error}): name a file that contains only the API key.") from None
-    if not key or any(not 32 < ord(char) < 127 for char in key):
+    if not key or not _is_visible_ascii(key):
         raise CommandFailed(Exit.USAGE, f"{file or KEY} has no valid API key: it must contain only the key, in visible ASCII.")
     return key
 

@@ -59,7 +59,8 @@ def test_program_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str
 def test_program_exits_with_the_usage_status_when_a_value_is_wrong(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    urls = [[*CHAT, "--url", "ftp://nowhere"], [*CHAT, "--url", "http://h:port"]]
+    wrong = ("ftp://nowhere", "http://h:port", "http://a..b", "http://a b", f"http://{'a' * 64}", "http://h/é")
+    urls = [[*CHAT, "--url", url] for url in wrong]
     for command in (*urls, [*CHAT, "--api-key-file", "/no/such/file"], ["chat", "-m", " "], ["complete", ""]):
         assert main(command) == Exit.USAGE
         assert capsys.readouterr().err.count("\n") == 1
