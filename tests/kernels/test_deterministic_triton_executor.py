@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from rootstock_llm.kernels.triton.attention import attention_plan
 from rootstock_llm.kernels.triton.layers.layers import TritonLayers
 from rootstock_llm.services.worker.core.contracts.cache_groups import CacheGroup, CacheKind
 from rootstock_llm.services.worker.core.planning.draft_controller import DraftController
+from rootstock_llm.services.worker.exec.attention import triton_backend
 from rootstock_llm.services.worker.exec.attention.triton_backend import TritonAttention
 from rootstock_llm.services.worker.exec.build import DeviceParts, assemble_executor
 from rootstock_llm.services.worker.exec.contracts.protocol import Executor
 from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.loading import load_model
+from rootstock_llm.services.worker.exec.step.idle_steps import StepBounds
+from rootstock_llm.services.worker.exec.warm_up import warm_up
 from rootstock_llm.services.worker.exec.weights.load_request import LoadRequest, LoadTarget
 from rootstock_llm.services.worker.exec.weights.weight_stream import StreamOptions, stream_weights
 from tests.exec.always_guessing import now_and_then
@@ -56,7 +60,12 @@ HYBRID = TinyModel(
 
 
 def made_of(
-    model: TinyModel, folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, max_drafts: int = 0
+    model: TinyModel,
+    folder: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    max_drafts: int = 0,
+    context_len: int = WORLD.context_len,
 ) -> DeviceExecutor:
     def weights(checkpoint: Any, read: Any, dtype: Any, kernels: Any, progress: Any, phases: Any, quantization: Any) -> Any:
         return stream_weights(
@@ -66,7 +75,7 @@ def made_of(
     products_in_order(monkeypatch)
     model.build(folder)
     target = LoadTarget(device, lambda _: TritonLayers(device, deterministic=True), weights, lambda *_: "one")
-    loaded = load_model(LoadRequest(folder, "float32", WORLD.page_size, WORLD.context_len, 1, lambda _: None, target=target))
+    loaded = load_model(LoadRequest(folder, "float32", WORLD.page_size, context_len, 1, lambda _: None, target=target))
     parts = DeviceParts(attention=lambda shape: TritonAttention(shape, device, deterministic=True))
     options = options_for(str(device), kernels="triton", max_tokens=64, deterministic=True, max_drafts=max_drafts)
     size, pages = WORLD.page_size, WORLD.num_pages
@@ -106,3 +115,26 @@ def test_drafting_changes_no_bit_of_an_answer_of_a_model_with_recurrent_layers(
         answers.append(alone(world, executor, target))
         executor.close()
     assert answers[0].bits() == answers[1].bits() and guesses.accepted > 0
+
+
+def test_warm_up_launches_attention_of_one_and_of_several_splits_per_prompt_and_per_decode_row(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_plan, "FIXED_POSITIONS", 32)
+    executor = made_of(MODEL, tmp_path, device, monkeypatch, context_len=48)
+    run, launched = triton_backend.run_attention, set[tuple[bool, bool]]()
+
+    def recorded(call: Any, shape: Any, launch: Any, scratch: Any) -> None:
+        launched.add((launch.one_token, launch.splits > 0))
+        run(call, shape, launch, scratch)
+
+    monkeypatch.setattr(triton_backend, "run_attention", recorded)
+    runner, bounds = executor.runner, StepBounds(max_tokens=64, max_slots=WORLD.max_slots, context_len=48, generates=True)
+
+    def warmed() -> None:
+        with runner.streams.on_forward():
+            warm_up(runner, bounds, (1, 20), ends_context=True)
+
+    runner.streams.collect(warmed)()
+    executor.close()
+    assert launched == {(False, False), (False, True), (True, False), (True, True)}

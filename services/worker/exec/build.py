@@ -383,8 +383,9 @@ class _Assembly:
             self._drafting.allocate(partial(self.pools.allocate, sizes))
         self.pools.report(sizes, self._progress)
         with self._phases.timed("warm_up"):
-            prompts = (*PROMPTS, self._max_tokens) if self._device.type == "cuda" else HOST_PROMPTS
-            warm_up(self.runner, self._bounds, prompts, self._options.max_drafts)
+            on_gpu = self._device.type == "cuda"
+            prompts = (*PROMPTS, self._max_tokens) if on_gpu else HOST_PROMPTS
+            warm_up(self.runner, self._bounds, prompts, self._options.max_drafts, on_gpu and self._options.deterministic)
             for tokens in prompts:
                 self._run_draft_pass(min(tokens, self._max_tokens))
             self.runner.stats = ExecutorStats()

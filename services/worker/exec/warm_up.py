@@ -44,7 +44,13 @@ EVERYTHING = SamplingParams(  # all features of sampling
 VECTOR = SamplingParams(max_new_tokens=1, embedding=EmbeddingParams())
 
 
-def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = PROMPTS, max_drafts: int = 0) -> None:
+def warm_up(
+    runner: DeviceRunner,
+    bounds: StepBounds,
+    prompts: Sequence[int] = PROMPTS,
+    max_drafts: int = 0,
+    ends_context: bool = False,
+) -> None:
     """Launches a step of every kind on the forward stream.
 
     Afterwards, the page table is empty, the pool's first pages are undefined, and slot 0 needs an admission.
@@ -52,15 +58,19 @@ def warm_up(runner: DeviceRunner, bounds: StepBounds, prompts: Sequence[int] = P
     Args:
         prompts: tokens of the prompts; a larger number than the bounds allow is reduced.
         max_drafts: draft tokens per row, 0 if steps verify no draft tokens.
+        ends_context: whether to launch also steps of one row at the end of the longest context. The attention of deterministic
+            mode has other kernels for contexts that are longer than a split.
     """
     for tokens in prompts:
         some = replace(bounds, max_tokens=min(tokens, bounds.max_tokens), max_slots=min(tokens, bounds.max_slots))
         largest_step(runner, some)
+    if ends_context:
+        largest_step(runner, replace(bounds, max_tokens=1, max_slots=1), bounds.context_len - 1)
     for rows in DECODES:
         idle_decode(runner, min(rows, bounds.max_slots))
     if bounds.generates:
         _logprobs(runner)
-    _request(runner, bounds.generates)
+    _request(runner, bounds.generates, bounds.context_len - 1 if ends_context else 0)
     if max_drafts:
         for rows in VERIFIED:
             _verification(runner, min(rows, bounds.max_slots, bounds.max_tokens // (1 + DRAFTED)))
@@ -73,12 +83,16 @@ def _logprobs(runner: DeviceRunner) -> None:
         runner.sampler.logprobs.measure(logits, rows, rows, num_top)
 
 
-def _request(runner: DeviceRunner, generates: bool) -> None:
+def _request(runner: DeviceRunner, generates: bool, last: int) -> None:
     """Runs a request with all features of sampling: a prompt of one token, then one decode step.
 
     An embedding has no decode step.
+
+    Args:
+        last: position of a second decode step; 0 for no such step.
     """
-    for start, num_extend in ((0, 1), (1, 0)) if generates else ((0, 1),):
+    decodes = [(start, 0) for start in (1, last) if start] if generates else []
+    for start, num_extend in ((0, 1), *decodes):
         run = StepRun(_step(start, num_extend, EVERYTHING if generates else VECTOR), Readback(runner.streams))
         runner.forward(run)
         masks = {0: np.full(runner.sampler.num_words, ~np.uint32(0), dtype=np.uint32)} if generates else {}

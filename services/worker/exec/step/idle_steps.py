@@ -36,15 +36,18 @@ class StepBounds:
     generates: bool  # whether the model has a vocabulary projection
 
 
-def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
+def largest_step(runner: StepLauncher, bounds: StepBounds, start: int = 0) -> None:
     """Launches a step with max_tokens prompt tokens and max_slots sampled rows.
 
     The prompt tokens form one row, or several rows if they exceed context_len. All rows use page 0, and none reads or writes a
     state. Afterwards, the page tables are empty.
+
+    Args:
+        start: position of each row's first token, below context_len.
     """
     max_tokens, max_slots = bounds.max_tokens, bounds.max_slots
     passes, streams = runner.passes, runner.streams
-    count = min(max_tokens, bounds.context_len)
+    count = min(max_tokens, bounds.context_len - start)
     rows = -(-max_tokens // count)
     counts = np.full(rows, count, dtype=np.int32)
     counts[-1] = max_tokens - count * (rows - 1)
@@ -52,8 +55,8 @@ def largest_step(runner: StepLauncher, bounds: StepBounds) -> None:
     assert counts.min() > 0 and int(counts.sum()) == max_tokens, "the rows together have max_tokens tokens"
     slots = np.arange(rows, dtype=np.int32) % len(passes.table)
     offsets = (np.arange(rows) * count).astype(np.int32)
-    starts = np.zeros(rows, dtype=np.int32)
-    columns = ForwardBatch(rows, slots, starts, counts, offsets, np.arange(0), nobody, zeros, zeros, count, count)
+    starts = np.full(rows, start, dtype=np.int32)
+    columns = ForwardBatch(rows, slots, starts, counts, offsets, np.arange(0), nobody, zeros, zeros, start + count, count)
     with streams.on_forward():
         tables = [table for table in (passes.table, passes.window_table) if table is not None]
         for table in tables:
