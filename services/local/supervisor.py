@@ -125,7 +125,7 @@ class Supervisor:
     Args:
         log_dir: folder of the children's logs; created if missing.
         explain: returns a message about why a child has ended, from its exit code.
-        report: shows a line to the user.
+        report: shows a line to the user. If it raises OSError, the line is lost.
     """
 
     def __init__(
@@ -168,7 +168,8 @@ class Supervisor:
             child.ends += 1
         if not self.is_started and (code == WRONG_SETTINGS or child.ends >= MOST_ENDS):
             raise ProcessFailed(sentence)
-        self._report(f"{sentence} The process is restarted.")
+        with contextlib.suppress(OSError):  # the terminal is gone, or the disk is full; the other processes still serve
+            self._report(f"{sentence} The process is restarted.")
         child.start()
 
     async def stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import shutil
 import sys
@@ -98,6 +99,26 @@ def test_supervisor_restarts_a_ready_process_without_a_limit(tmp_path: Path) -> 
 def test_supervisor_restarts_every_ended_process_after_the_system_has_started(tmp_path: Path) -> None:
     error, lines = ended(tmp_path, "raise SystemExit(2)", is_started=True)
     assert not error and len(lines) == 2
+
+
+def test_supervisor_restarts_an_ended_process_when_the_terminal_is_gone(tmp_path: Path) -> None:
+    def report(text: str) -> None:
+        raise OSError(errno.EIO, text)
+
+    async def run() -> int:
+        supervisor = Supervisor(tmp_path, report=report)
+        child = supervisor.start(Command("child", [sys.executable, "-c", "raise SystemExit(1)"]))
+        child.became_ready()
+        keeping = asyncio.create_task(supervisor.keep_running())
+        async with asyncio.timeout(60):
+            while child.starts < 2 and not keeping.done():
+                await asyncio.sleep(0.02)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await supervisor.stop()
+        return child.starts
+
+    assert asyncio.run(run()) == 2
 
 
 def test_reported_output_of_a_process_begins_at_the_last_start(tmp_path: Path) -> None:
