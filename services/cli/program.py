@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -26,5 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter reports a broken pipe when it exits
+        _discard_output()
         return Exit.READER_GONE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        _discard_output()
+        print(
+            f"rootstock: the output cannot be written ({error.strerror}): free space, or write to another disk.", file=sys.stderr
+        )
+        return Exit.FAILED
+
+
+def _discard_output() -> None:
+    """Discards the rest of stdout. Without this call, the interpreter reports the fault again when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -118,6 +118,15 @@ def test_program_closes_the_request_when_stdout_is_closed(server: FakeServer) ->
     assert process.returncode == Exit.READER_GONE
 
 
+@pytest.mark.parametrize("words", [CHAT, [*CHAT, "--json"], ["models"], ["completion", "bash"]], ids=" ".join)
+def test_program_reports_a_full_disk_in_one_sentence(server: FakeServer, words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        process = started(*words, stdout=full.fileno(), stderr=subprocess.PIPE)
+        errors = process.communicate(timeout=60)[1]
+    assert errors.startswith("rootstock: the output cannot be written (No space left on device)") and errors.count("\n") == 1
+    assert process.returncode == Exit.FAILED
+
+
 def test_program_reads_the_key_from_the_environment_or_a_file(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
