@@ -132,8 +132,10 @@ def _run(command: list[str], folder: Path) -> None:
 
 
 def _cache_folders() -> list[Path]:
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rootstock" / "kernels"
-    return [PROJECT / "build" / "kernels", user] if (PROJECT / "pyproject.toml").is_file() else [user]
+    """Returns the folders for built libraries: that of a checkout, then the user's cache folder unless its path is relative."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # "~/.cache" for a user without a home folder
+    folders = [PROJECT / "build" / "kernels"] if (PROJECT / "pyproject.toml").is_file() else []
+    return [*folders, user / "rootstock" / "kernels"] if user.is_absolute() else folders
 
 
 def _writable(folders: list[Path]) -> Path:
@@ -144,7 +146,8 @@ def _writable(folders: list[Path]) -> Path:
             continue
         if os.access(folder, os.W_OK):
             return folder
-    raise BuildFailed(f"no folder for built kernels is writable: {', '.join(map(str, folders))}")
+    names = ", ".join(map(str, folders)) or "none is known"
+    raise BuildFailed(f"no folder for built kernels is writable ({names}); set XDG_CACHE_HOME to a writable folder")
 
 
 def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
@@ -205,7 +208,7 @@ def built_library() -> Path:
     name = f"rootstock-{_key(options, _cpu_identity(), str(_torch_openmp()))}.so"
     folders = _cache_folders()
     for folder in folders:
-        if (folder / name).is_file():
+        if os.path.isfile(folder / name):  # Path.is_file() would raise PermissionError for the home folder of another user
             return folder / name
     compiler = _compiler()
     target, begun = _writable(folders) / name, time.monotonic()

@@ -1,8 +1,12 @@
-"""Checks prebuilt kernels: the best one for the CPU is used without a compiler, and builds of other sources are ignored."""
+"""Checks prebuilt kernels: the best one for the CPU is used without a compiler, and builds of other sources are ignored.
+
+Also checks the folders in which kernels are built if no prebuilt ones exist.
+"""
 
 from __future__ import annotations
 
 import platform
+import pwd
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +92,41 @@ def test_next_prebuilt_variant_is_used_when_the_best_variant_is_missing(
     better = VARIANTS[0].__class__("better", platform.machine(), ("-O3",), frozenset())
     monkeypatch.setattr(build, "runnable", lambda machine, features: [better, *runnable(machine, features)])
     assert build.built_library() == best_build
+
+
+@pytest.mark.parametrize("home", [None, "/" + "x" * 300], ids=["missing", "unreadable"])
+def test_kernels_are_built_in_the_checkout_when_the_home_folder_is_not_usable(
+    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user id without an account has no home folder. The name of the other folder is too long to be read, also for root."""
+
+    def no_account(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    def compile_nothing(compiler: str, options: tuple[str, ...], target: Path) -> None:
+        target.touch()
+        compiled.append(target)
+
+    compiled: list[Path] = []
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
+    monkeypatch.setattr(build, "PROJECT", tmp_path)
+    monkeypatch.setattr(build, "_compiler", lambda: "g++")
+    monkeypatch.setattr(build, "_compile", compile_nothing)
+    monkeypatch.setattr(pwd, "getpwuid", no_account)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    assert [build.built_library(), build.built_library()] == compiled * 2
+    assert [path.parent for path in compiled] == [tmp_path / "build" / "kernels"]
+
+
+def test_build_fails_when_no_folder_for_libraries_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
+    monkeypatch.setattr(build, "PROJECT", tmp_path)
+    monkeypatch.setattr(build, "_compiler", lambda: "g++")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    with pytest.raises(build.BuildFailed, match="set XDG_CACHE_HOME"):
+        build.built_library()
 
 
 def test_list_of_buildable_variants_ends_with_the_baseline() -> None:
