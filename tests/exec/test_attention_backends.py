@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from rootstock_llm.kernels.triton.attention.attention_plan import (
     HeadShape,
     plan_decode,
     plan_extend,
+    plan_fixed,
     scratch_bounds,
 )
+from rootstock_llm.services.worker.exec.attention import triton_backend
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBackend, AttentionBatch, AttentionShape, KernelAttention
 from rootstock_llm.services.worker.exec.attention.triton_backend import TritonAttention
 from tests.all_pairs import each_pair
@@ -194,3 +197,30 @@ def test_every_tile_fits_into_shared_memory() -> None:
     """The keys and values of all pipeline stages must fit into the 227 KiB of a Hopper multiprocessor."""
     for (size, itemsize), blocks in DECODE_BLOCKS.items():
         assert blocks.num_stages * blocks.n * size * 2 * itemsize <= 227 * 1024
+
+
+@pytest.mark.parametrize("group", [1, 4, 16, 40, 71])
+def test_tiles_of_256_columns_fit_into_99_kib_when_a_program_has_no_more_shared_memory(group: int) -> None:
+    """The queries, the stages of keys and values in flight, and the weights must fit. sm_86 and sm_89 have 99 KiB (L4, L40S)."""
+    columns, itemsize = 256, 2
+    heads = HeadShape(4, group, columns, columns, itemsize, shared_memory=99 * 1024)
+    plans = [plan_decode(heads, 0, rows, 16384, 58) for rows in (1, 8)]
+    for tokens in (64, 8192):
+        plans += [plan_extend(heads, 1, tokens, 16384, 58), plan_fixed(heads, 1, tokens, 16384, 512, 58)]
+    for blocks in {plan.blocks for plan in plans}:
+        elements = blocks.m * columns + (blocks.num_stages - 1) * 2 * blocks.n * columns + blocks.m * blocks.n
+        assert elements * itemsize <= 99 * 1024
+
+
+def test_triton_back_end_plans_for_the_shared_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(triton_backend, "shared_memory_of", lambda _: 99 * 1024)
+    monkeypatch.setattr(triton_backend, "run_attention", lambda call, shape, launch, scratch: launched.append(launch.blocks))
+    backend, model = TritonAttention(replace(SHAPE, head_dim=256, value_dim=256), DEVICE), Model(DEVICE, torch.bfloat16)
+    for step in STEPS.values():
+        batch = model.batch(*step)
+        backend.plan(batch)
+        pool = torch.empty(1, KV_HEADS, PAGE_SIZE, 256, dtype=torch.bfloat16, device=DEVICE)
+        q, out = torch.empty(2, int(batch.num_tokens.sum()), HEADS * 256, dtype=torch.bfloat16, device=DEVICE)
+        backend.attend(out, q, pool, pool, batch.rows, ScoreRule(1.0))
+    assert launched and {blocks.num_stages for blocks in launched} == {2}

@@ -21,6 +21,7 @@ from rootstock_llm.kernels.triton.attention.attention_plan import (
     plan_decode,
     plan_extend,
     reach,
+    shared_memory_of,
 )
 from rootstock_llm.kernels.triton.launch import chained
 
@@ -75,7 +76,8 @@ def head_shape(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> HeadShape:
     kv_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
     if v_pool.shape[:3] != k_pool.shape[:3] or q.shape[2] != head_dim or q.shape[1] % kv_heads:
         raise ValueError(f"q {tuple(q.shape)} does not fit pools {tuple(k_pool.shape)} and {tuple(v_pool.shape)}")
-    return HeadShape(kv_heads, q.shape[1] // kv_heads, head_dim, v_pool.shape[3], k_pool.element_size())
+    shared = shared_memory_of(k_pool.device)
+    return HeadShape(kv_heads, q.shape[1] // kv_heads, head_dim, v_pool.shape[3], k_pool.element_size(), shared)
 
 
 def plan_call(shape: HeadShape, rows: RaggedRows, num_tokens: int, window: int, device: torch.device) -> Launch:

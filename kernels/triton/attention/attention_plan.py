@@ -65,6 +65,10 @@ DECODE_BLOCKS: dict[tuple[int, int], Blocks] = {  # for rows of one token: 32 Ki
     (256, 4): Blocks(16, 32, 8, 2),
 }
 SMALLEST_BLOCKS = Blocks(16, 16, 8, 1)  # for sizes that are in no table
+SHARED_MEMORY = 227 * 1024  # bytes of shared memory of a program on Hopper
+# Largest need of the tables: that of WIDE_BLOCKS[256, 2] on sm_80 to sm_89. A program has 163 KiB on sm_80, and 99 KiB on sm_86,
+# sm_89 and sm_120. All other blocks of 2-byte elements need at most 98 KiB.
+LARGEST_NEED = 136 * 1024
 MAX_DECODE_LANES = 64  # most query heads of a program; its results fit the registers if heads have at most WIDEST elements
 WIDEST = 256
 
@@ -78,6 +82,7 @@ class HeadShape:
     head_dim: int  # columns of a key, D
     value_dim: int  # columns of a value, E
     itemsize: int  # bytes of an element
+    shared_memory: int = SHARED_MEMORY  # bytes of shared memory that a program may use, see shared_memory_of()
 
     @property
     def size(self) -> int:
@@ -85,7 +90,11 @@ class HeadShape:
         return max(64, int(triton.next_power_of_2(max(self.head_dim, self.value_dim))))
 
     def blocks(self, table: dict[tuple[int, int], Blocks]) -> Blocks:
-        return table.get((self.size, self.itemsize), SMALLEST_BLOCKS)
+        """Returns the blocks of these heads, with fewer lanes and stages if the device has too little shared memory for them."""
+        blocks = table.get((self.size, self.itemsize), SMALLEST_BLOCKS)
+        if (self.size, self.itemsize) != (256, 2) or self.shared_memory >= LARGEST_NEED:
+            return blocks
+        return replace(blocks, m=min(blocks.m, 64), num_stages=min(blocks.num_stages, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +150,13 @@ class Launch:
 def num_multiprocessors(device: torch.device) -> int:
     """Returns the number of multiprocessors of a GPU; 4 for other devices, where programs run one after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """Returns the bytes of shared memory that a program may use on a GPU; SHARED_MEMORY for other devices."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_MEMORY))
 
 
 def choose_splits(programs: int, wanted: int, max_context: int) -> int:

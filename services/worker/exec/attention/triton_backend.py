@@ -29,6 +29,7 @@ from rootstock_llm.kernels.triton.attention.attention_plan import (
     plan_fixed,
     reach,
     scratch_bounds,
+    shared_memory_of,
 )
 from rootstock_llm.services.worker.exec.attention.backend import AttentionBatch, AttentionShape
 
@@ -48,8 +49,8 @@ class TritonAttention:
         self._max_context, self._deterministic = shape.max_context, deterministic
         self._multiprocessors = num_multiprocessors(device)
         group = shape.num_heads // shape.num_kv_heads
-        dims = (shape.head_dim, shape.value_dim)
-        self._heads = {size: HeadShape(shape.num_kv_heads, group, *dims, size) for size in ITEM_SIZES}
+        dims, shared = (shape.head_dim, shape.value_dim), shared_memory_of(device)
+        self._heads = {size: HeadShape(shape.num_kv_heads, group, *dims, size, shared) for size in ITEM_SIZES}
         self._scratch = self._allocate(device)
         self._batch: AttentionBatch | None = None
         self._launches: dict[tuple[int, int], tuple[Launch, ...]] = {}  # by item size and window
