@@ -161,7 +161,7 @@ class Machine:
         argv = [self.localized(pod, word) for word in [*container.get("command", []), *container.get("args", [])]]
         values = environment(self.release, pod, container, self.secrets)
         env = {name: self.localized(pod, value) for name, value in values.items()}
-        mounts = self._mounts(pod)
+        mounts = {path: folder for path, folder in self._mounts(pod).items() if path in _mount_paths(container)}
         if "/tmp" in mounts:
             env["TMPDIR"] = str(mounts["/tmp"])
         writable = [path for path in mounts.values() if path.is_relative_to(self.folder)]
@@ -179,6 +179,10 @@ class Machine:
                 stderr=subprocess.STDOUT,
             )
         return Running(self, pod, container, process, log)
+
+
+def _mount_paths(container: Container) -> set[str]:
+    return {mount["mountPath"] for mount in container.get("volumeMounts", [])}
 
 
 def _program(name: str) -> str:

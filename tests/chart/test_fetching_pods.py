@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.chart.kubelet import Machine
@@ -9,6 +10,7 @@ from tests.chart.pods import pod
 from tests.chart.release import REPO, merged, render
 from tests.chart.variants import VARIANTS
 from tests.services.shared.stores import Hub, serve
+from tests.services.tokenizer.model_folders import sentencepiece_model
 
 DEMO = REPO / "models" / "demo"
 WEIGHTS = ".safetensors"
@@ -40,3 +42,19 @@ def test_tokenizer_downloads_small_files_and_worker_downloads_all(tmp_path: Path
         running.wait_for("readinessProbe", START_S)
     finally:
         running.kill()
+
+
+def test_tokenizer_pod_converts_a_downloaded_tokenizer(tmp_path: Path) -> None:
+    model = sentencepiece_model(tmp_path / "tokenizer.model")
+    config = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    files = {"tokenizer.model": (model / "tokenizer.model").read_bytes(), "config.json": config.encode()}
+    with serve(Hub({"main": ("c1", files)})) as hub:
+        url = hub.url.replace("127.0.0.1", "localhost")
+        prefetch = {"hubEndpoint": url, "image": {"repository": "rootstock/worker"}}
+        values = merged(VARIANTS["fetched-by-pods"], {"modelCache": {"prefetch": prefetch}})
+        machine = Machine(render(values), tmp_path / "pods")
+        tokenizer = pod(machine.release, "tokenizer")
+        (first,) = tokenizer.spec["initContainers"]
+        fetching = machine.start(tokenizer, first)
+        assert fetching.status_of_exit(START_S) == 0, fetching.text()
+    assert (tmp_path / "pods" / "tokenizer" / "models" / "demo" / "tokenizer.json").is_file()

@@ -164,6 +164,7 @@ env:
     value: tokenizer
   {{- end }}
 volumeMounts:
+  {{- include "rootstock.tmpMount" . | nindent 2 }}
   - name: {{ ternary "cache" "models" $worker }}
     mountPath: {{ ternary "/cache" .root.Values.modelCache.mountPath $worker }}
   {{- with include "rootstock.fetch.caMount" .root }}{{ . | nindent 2 }}{{ end }}
