@@ -126,7 +126,7 @@ def test_kv_share_flag_is_relative_to_the_number_of_distinct_tokens(trace: Path,
         pytest.param(
             ["--workload", "chat", "--prefill-workers", "1", "--transfer-gbs", "-1"], "not be negative", id="no bandwidth"
         ),
-        pytest.param(["--workload", "no-sharing", "--size", "1", "--kill", "9@1"], "no such worker", id="no such worker"),
+        pytest.param(["--workload", "no-sharing", "--size", "1", "--kill", "9@1"], "worker does not exist", id="no such worker"),
     ],
 )
 def test_command_reports_an_error_when_the_fleet_cannot_run(
