@@ -256,6 +256,7 @@ def test_fleet_raises_when_no_worker_is_alive() -> None:
         pytest.param({"kills": (Kill(0, 1.0, 0.01),)}, id="restart before detection"),
         pytest.param({"detect_s": 0.0}, id="death noticed before the last output"),
         pytest.param({"report_s": 0.0}, id="no time between reports"),
+        pytest.param({"hop_s": float("nan")}, id="a time that is not a number"),
     ],
 )
 def test_fleet_config_rejects_impossible_values(changes: dict[str, Any]) -> None:

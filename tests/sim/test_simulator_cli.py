@@ -146,7 +146,10 @@ def test_generate_command_makes_a_runnable_trace_of_each_kind(
         pytest.param(["{trace}", "--time-model", "missing.json"], "missing.json", id="no such time model"),
         pytest.param(["{trace}", "--page-size", "0"], "page_size", id="a setting out of range"),
         pytest.param(["{trace}", "--chunked-prefill-size", "8"], "chunked_prefill_size", id="settings that do not go together"),
+        pytest.param(["{trace}", "--block-size", "0"], "block_size is 0", id="blocks without tokens"),
+        pytest.param(["{trace}", "--plan-us", "-1"], "per plan", id="negative host time"),
         pytest.param(["fit", "missing.jsonl"], "missing.jsonl", id="nothing to fit"),
+        pytest.param(["generate", "random", "{trace}", "--requests", "0"], "no request", id="a trace without requests"),
     ],
 )
 def test_command_reports_an_error_in_one_line(
@@ -156,6 +159,7 @@ def test_command_reports_an_error_in_one_line(
     assert cli.main([part.format(trace=trace) for part in argv]) == 1
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
+    assert trace.stat().st_size, "the trace is unchanged"
 
 
 def test_fitted_time_model_determines_the_step_times_of_a_run(

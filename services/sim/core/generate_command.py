@@ -14,6 +14,8 @@ def main(argv: Sequence[str]) -> None:
     """Writes the trace and prints its size. Raises ValueError or OSError."""
     args = build_parser().parse_args(argv)
     trace = _make(args)
+    if not trace.requests:
+        raise ValueError("the trace would have no request; all counts must be at least 1")
     write_trace(args.out, trace)
     prompts = sum(request.input_len for request in trace.requests)
     print(

@@ -66,7 +66,8 @@ class FleetConfig:
             raise ValueError("a fleet with prefill workers needs at least one other worker")
         if self.workers < 1 or self.gateways < 1:
             raise ValueError("a fleet needs at least one worker and one gateway")
-        if self.slack < 0 or min(self.hop_s, self.index_delay_s, self.speculative_s, self.detect_s) < 0 or not self.report_s > 0:
+        numbers = (self.slack, self.hop_s, self.index_delay_s, self.speculative_s, self.detect_s)
+        if not all(number >= 0 for number in numbers) or not self.report_s > 0:
             raise ValueError("slack and times must not be negative, and report_s must be above 0")
         if self.detect_s < self.hop_s:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import math
 import typing
 from collections.abc import Collection
 from dataclasses import replace
@@ -165,6 +166,6 @@ def _options(name: str, field: FieldInfo) -> dict[str, Any]:
 
 def _gib(text: str) -> float:
     value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative; a device has 0 GiB (a CPU) or more")
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a size; a device has 0 GiB (a CPU) or more")
     return value

@@ -40,6 +40,10 @@ class HostTimes:
     plan_s: float = 0.0
     commit_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not self.plan_s >= 0 or not self.commit_s >= 0:
+            raise ValueError("the host's times per plan and per commit must not be negative")
+
 
 class SimWorker:
     """A scheduler with a simulated executor. launch() and commit() advance `clock`."""

@@ -90,8 +90,11 @@ def read_trace(path: Path, block_size: int | None = None) -> Trace:
 
     Raises:
         TraceError: a line is invalid, or there is no request.
+        ValueError: `block_size` is below 1.
         OSError: the file cannot be read.
     """
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1")
     requests: list[TraceRequest] = []
     mooncake = False
     with path.open(encoding="utf-8") as lines:
