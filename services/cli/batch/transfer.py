@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ def content_of(path: Path, err: Terminal) -> Content:
         err: terminal that shows the progress of the upload.
 
     Raises:
-        CommandFailed: The file cannot be read.
+        CommandFailed: The file cannot be read, or is no regular file, so that its size is unknown.
     """
     boundary = secrets.token_hex(16)
     name = path.name.replace("\\", "_").replace('"', "_").replace("\r", "_").replace("\n", "_")
@@ -51,9 +52,12 @@ def content_of(path: Path, err: Terminal) -> Content:
     tail = f"\r\n--{boundary}--\r\n".encode()
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            about = os.fstat(file.fileno())
     except OSError as error:
         raise _unreadable(path, error) from None
+    if not stat.S_ISREG(about.st_mode):
+        raise CommandFailed(Exit.USAGE, f"{path} is not a regular file: write the requests to a file, and name this file.")
+    size = about.st_size
     length = len(head) + size + len(tail)
     pieces = with_progress(_pieces(path, size, head, tail), "upload", length, err)
     return Content(f"multipart/form-data; boundary={boundary}", pieces, length)
@@ -64,7 +68,7 @@ def _unreadable(path: Path, error: OSError) -> CommandFailed:
 
 
 def _part(boundary: str, disposition: str, headers: str = "") -> bytes:
-    return f"--{boundary}\r\ncontent-disposition: form-data; {disposition}\r\n{headers}\r\n".encode()
+    return f"--{boundary}\r\ncontent-disposition: form-data; {disposition}\r\n{headers}\r\n".encode(errors="replace")
 
 
 def _pieces(path: Path, size: int, head: bytes, tail: bytes) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -177,6 +178,24 @@ def test_batch_submit_command_uploads_nothing_when_the_file_is_missing_or_invali
         assert main(["batch", "submit", "bad.jsonl"]) == Exit.USAGE
     assert main(["batch", "cancel"]) == Exit.USAGE
     assert batches.uploads == []
+
+
+def test_batch_submit_command_refuses_a_pipe_because_its_size_is_unknown(
+    batches: Batches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.write(write, json.dumps(LINE).encode() + b"\n")
+    os.close(write)
+    assert main(["batch", "submit", f"/dev/fd/{read}"]) == Exit.USAGE
+    os.close(read)
+    assert "is not a regular file" in capsys.readouterr().err and batches.uploads == []
+
+
+def test_batch_submit_command_uploads_a_file_whose_name_is_not_text(batches: Batches) -> None:
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    Path("requests.jsonl").rename(name)
+    assert main(["batch", "submit", name]) == Exit.DONE
+    assert b'filename="caf?.jsonl"' in batches.uploads[0]
 
 
 def test_batch_results_command_keeps_the_old_file_when_the_download_is_cut_off(batches: Batches, tmp_path: Path) -> None:
