@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,11 @@ from rootstock_llm.services.worker.exec.executor import DeviceExecutor
 from rootstock_llm.services.worker.exec.tiers import make_tiers
 from rootstock_llm.services.worker.exec.weights.checkpoint import CheckpointError, UnsupportedModel
 from tests.exec.driver import Driver, Sequence, greedy, i32
+from tests.exec.embedding_folders import FOLDERS
+from tests.exec.expert_folders import fuse_experts
 from tests.exec.host_executors import build_host_executor
 from tests.exec.tiny_models import MODELS
+from tests.exec.transformers_families import SERVED
 
 
 def build(
@@ -138,6 +142,30 @@ def test_loading_refuses_a_wrong_checkpoint(
         edit_tensors(folder, **tensors)
     with pytest.raises(error, match=message):
         build(folder)
+
+
+def fused_mixtral(folder: Path) -> None:
+    MODELS["mixtral"].build(folder, torch.float16)
+    fuse_experts(folder)
+
+
+OWNERS: dict[str, Callable[[Path], object]] = {
+    "our decoder": MODELS["llama-untied"].build,
+    "transformers": SERVED["llama-gelu"].build,
+    "encoder": FOLDERS["bert-mean"].build,
+    "torch twins": fused_mixtral,  # the C++ kernels do not take float16
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_loaded_weights_share_no_memory_with_their_files(owner: str, tmp_path: Path) -> None:
+    """A process that writes or truncates the file of a served model would otherwise change the weights or end the worker."""
+    OWNERS[owner](tmp_path)
+    executor, _ = build(tmp_path)
+    gc.collect()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    executor.close()
+    assert not mapped
 
 
 def test_loading_refuses_a_folder_without_a_config(tmp_path: Path) -> None:

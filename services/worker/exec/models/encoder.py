@@ -41,7 +41,8 @@ class EncoderModel:
         self._states: Tensor | None = None
 
     def to(self, device: torch.device) -> EncoderModel:
-        return EncoderModel(self._model.to(device), self._pad_token_id, self._hidden_size)
+        """Moves the model to the device, see transformers_checkpoint.moved()."""
+        return EncoderModel(transformers_checkpoint.moved(self._model, device), self._pad_token_id, self._hidden_size)
 
     def forward(self, input_ids: Tensor, rows: RaggedRows, pool: KVPool) -> None:
         """See TokenModel. Ignores `pool`. Waits for the device, because the host reads the rows' lengths from it."""

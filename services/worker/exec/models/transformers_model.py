@@ -21,7 +21,7 @@ from rootstock_llm.services.worker.exec.contracts.causal_model import NoVocabula
 from rootstock_llm.services.worker.exec.models.transformers_experts import pack_experts
 from rootstock_llm.services.worker.exec.pools.kv_pool import KVPool, LayerKV
 from rootstock_llm.services.worker.exec.weights.checkpoint import UnsupportedModel, architecture_of
-from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_causal_head
+from rootstock_llm.services.worker.exec.weights.transformers_checkpoint import is_causal_head, moved
 
 PAGED_ATTENTION = "rootstock_paged"
 HOLDER = "rootstock_step_holder"  # attribute of attention modules that has their StepHolder
@@ -47,9 +47,9 @@ class TransformersModel:
         self._output: Any = None
 
     def to(self, device: torch.device, kernels: Kernels) -> TransformersModel:
-        """Moves the model to another device, and returns it with the kernels of that device."""
-        moved = self._model.to(device)
-        return TransformersModel(moved, self._decoder, self._attention.using(kernels), self._last_position + 1)
+        """Moves the model to the device, see transformers_checkpoint.moved(), and returns it with the kernels of that device."""
+        model = moved(self._model, device)
+        return TransformersModel(model, self._decoder, self._attention.using(kernels), self._last_position + 1)
 
     def pack_experts(self) -> int:
         """Packs the experts for our kernels. Returns the bytes by which the weights have become larger."""

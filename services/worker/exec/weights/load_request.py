@@ -11,6 +11,7 @@ import torch
 
 from rootstock_llm.kernels.contracts.ops import Kernels
 from rootstock_llm.kernels.contracts.step_ops import LayerKernels
+from rootstock_llm.kernels.reference import layers as reference
 from rootstock_llm.services.worker.exec.weights.checkpoint import Checkpoint
 from rootstock_llm.services.worker.exec.weights.load_progress import LoadMeter, LoadPhases
 from rootstock_llm.services.worker.exec.weights.quantization import (
@@ -92,7 +93,8 @@ def load_weights(
         checkpoint.require([placement.name for placement in listed])
         total = sum(placement.into.nbytes for placement in listed)
         meter = LoadMeter(total, phases.clock, progress)
-        source = CheckpointSource(checkpoint, dtype, on_read=meter.added, quantization=quantization)
+        keeps = kernels is reference  # the torch twins pack no copies
+        source = CheckpointSource(checkpoint, dtype, on_read=meter.added, quantization=quantization, copies=keeps)
         loaded = read(WeightReader(source, kernels))
         meter.end()
         return loaded

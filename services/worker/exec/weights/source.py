@@ -187,12 +187,13 @@ class CheckpointSource:
     device: torch.device = HOST  # device of the returned tensors
     on_read: Callable[[int], None] = lambda _: None  # called with the size in bytes of each tensor after its conversion
     quantization: Quantization = UNQUANTIZED
+    copies: bool = False  # whether no tensor may share memory with a file, because the kernels keep the tensors
 
     def _tensor(self, tensor: StoredTensor) -> Tensor:
-        """Returns a contiguous tensor that may share memory with the file."""
+        """Returns a contiguous tensor. It may share memory with the file if `copies` is False."""
         found = self.checkpoint.tensor(tensor.name, tensor.shape, tensor.dtype or self.dtype, exact=not tensor.is_float)
         self.on_read(found.nbytes)
-        return found.to(self.device)
+        return (found.clone() if self.copies else found).to(self.device)
 
     def view(self, part: Part) -> Tensor:
         return self._tensor(StoredTensor(*part))

@@ -77,6 +77,18 @@ def _without_pooler(auto_class: Any, config: Any) -> dict[str, bool]:
     return {"add_pooling_layer": False} if takes else {}
 
 
+def moved(model: Any, device: torch.device) -> Any:
+    """Moves the model to the device, and returns it with weights in memory of its own.
+
+    transformers maps the tensors of a file into memory if they need no conversion. A process that writes this file would then
+    change the weights of the served model, and a process that truncates it would end the worker by SIGBUS.
+    """
+    if device.type == "cpu":
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+    return model.to(device)
+
+
 def num_bytes(model: Any) -> int:
     """Returns the bytes of parameters and buffers, counting shared storage once."""
     tensors = [*model.parameters(), *model.buffers()]
