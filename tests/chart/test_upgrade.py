@@ -140,6 +140,15 @@ def test_upgrade_reuses_passwords_and_scaled_replicas() -> None:
         assert again[title(worker)]["spec"].get("replicas") == (3 if kept else None)
 
 
+@pytest.mark.parametrize(("engine", "least", "replicas"), [("hpa", 2, 2), ("keda", 2, 2), ("keda", 0, 0)])
+def test_upgrade_starts_the_least_replicas_of_a_scaled_component_without_pods(engine: str, least: int, replicas: int) -> None:
+    """An HPA does not scale a component from 0."""
+    stopped = render({"worker": {"replicas": 0}}).get("Deployment", "llm-rootstock-worker-demo")
+    scaled = {"worker": {"autoscaling": {"enabled": True, "minReplicas": least}}, "gateway": {"queueTimeoutSeconds": 300}}
+    upgraded = {title(each): each for each in rendered_over([stopped], merged(scaled, {"autoscaling": {"engine": engine}}))}
+    assert upgraded[title(stopped)]["spec"]["replicas"] == replicas
+
+
 def test_install_and_upgrade_render_the_same_objects() -> None:
     def law(name: str, first: Release) -> Iterator[str]:
         second = render(ci_values(name), upgrade=True)

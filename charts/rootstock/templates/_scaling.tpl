@@ -1,7 +1,8 @@
 {{/* Autoscaling. Unless noted, helpers take a scope. Queries come from monitoring/_promql.tpl. */}}
 
-{{/* The field `replicas`. With an autoscaler, it has the cluster's current number, so that an upgrade stops no pod. With an autoscaler but
-without a cluster (helm template), the field is left out (docs/how-to/kubernetes/autoscaling.md). Takes a scope. */}}
+{{/* The field `replicas`. With an autoscaler, it has the cluster's current number, so that an upgrade stops no pod, and minReplicas instead
+of 0, because an HPA does not scale from 0. With an autoscaler but without a cluster (helm template), the field is left out
+(docs/how-to/kubernetes/autoscaling.md). Takes a scope. */}}
 {{- define "rootstock.replicas" -}}
 {{- if not .values.autoscaling.enabled -}}
 replicas: {{ .values.replicas }}
@@ -10,7 +11,7 @@ replicas: {{ .values.replicas }}
 {{- $found := lookup $target.apiVersion $target.kind .root.Release.Namespace $target.name -}}
 {{- $current := dig "spec" "replicas" "" $found -}}
 {{- if ne (toString $current) "" -}}
-replicas: {{ int $current }}
+replicas: {{ default .values.autoscaling.minReplicas (int $current) }}
 {{- end -}}
 {{- end -}}
 {{- end }}
