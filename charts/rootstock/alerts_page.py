@@ -20,6 +20,7 @@ NOTES = {
     "RootstockFirstTokenBudgetBurnFast": "Fewer than 20 requests in an hour do not count, as after a cold start from zero.",
     "RootstockTlsCertificateExpires": "Silence this alert if the certificates of tls.secret live for a week or less. The chart's Redis servers have"
     " no such metric; RootstockIndexDown and RootstockStoreDown cover them.",
+    "RootstockGraceTooShort": "The histogram's last bound is 3600 s, so that the alert cannot fire with a longer drainSeconds.",
     "RootstockStoreMemoryHigh": "The metric exists if the store has a memory limit and its user may call INFO.",
     "RootstockStoreVolumeHigh": "The kubelet's volume metrics must be scraped. A claim of `state.volume.existingClaim` has another name; copy the"
     " rule with that name.",

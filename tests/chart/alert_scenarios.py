@@ -14,6 +14,7 @@ ANSWERS = f'rootstock_gateway_requests_total{{{GATEWAY},route="/v1/chat/completi
 LATENCY = f"rootstock_gateway_e2e_request_latency_seconds_bucket{{{GATEWAY},le="
 LIMIT = f'rootstock_worker_max_running_requests{{{WORKER},component="rootstock-worker"}}'
 MOST = 'rootstock:max_replicas{namespace="serving",component="rootstock-worker",model="demo"}'  # recorded by the chart
+GRACE = f"rootstock_gateway_grace_period_seconds{{{GATEWAY}}}"
 FIRST = f'rootstock_gateway_time_to_first_token_seconds_bucket{{{GATEWAY},model="demo",le="2.5"}}'
 FIRSTS = f'rootstock_gateway_time_to_first_token_seconds_count{{{GATEWAY},model="demo"}}'
 HITS, PROMPTS = f"sglang:cached_tokens_total{{{WORKER}}}", f"sglang:prompt_tokens_total{{{WORKER}}}"
@@ -84,7 +85,7 @@ WELL: Mapping[str, str] = {
     f'{LATENCY}"60"}}': "0+60x600",
     f'{LATENCY}"300"}}': "0+60x600",
     f'{LATENCY}"+Inf"}}': "0+60x600",
-    f"rootstock_gateway_grace_period_seconds{{{GATEWAY}}}": "120x600",
+    GRACE: "120x600",
     BREAKERS: "0x600",
     REFUSALS: "0x600",
     PAUSED: "0+600x600",

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from rootstock_llm.services.gateway.config.settings import GatewaySettings
-from rootstock_llm.services.gateway.observe.metrics import BACKGROUND_ENDS, REFUSALS
+from rootstock_llm.services.gateway.observe.metrics import BACKGROUND_ENDS, REFUSALS, GatewayMetrics
 from rootstock_llm.services.local.ports import HOST
 from rootstock_llm.services.worker.settings import WorkerSettings
-from tests.chart.alert_scenarios import FIRST, FIRSTS, SCENARIOS, WELL, Scenario
+from tests.chart.alert_scenarios import FIRST, FIRSTS, GRACE, LATENCY, SCENARIOS, WELL, Scenario
 from tests.chart.prometheus import Prometheus
 from tests.chart.release import CHART, REPO, merged, render
 from tests.chart.variants import VARIANTS
@@ -97,6 +98,17 @@ def test_alerts_ignore_one_late_response_of_an_idle_model(tmp_path: Path) -> Non
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{n}-{each.alert}" for n, each in enumerate(SCENARIOS)])
 def test_alert_fires_at_its_time_and_not_before(scenario: Scenario, tmp_path: Path) -> None:
     assert run_tests(tmp_path, played(scenario)) == ""
+
+
+@pytest.mark.needs("promtool")
+def test_grace_alert_fires_when_requests_outlast_a_grace_period_of_five_minutes(tmp_path: Path) -> None:
+    metrics = GatewayMetrics(CollectorRegistry())
+    metrics.series("demo", "").answered(1, 0, 1, since_arrival=500.0)
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    buckets = {each.labels["le"]: each.value for each in samples if LATENCY.startswith(f"{each.name}{{")}
+    absent = {f'{LATENCY}"{bound}"}}': "_x600" for bound in ("60", "300")}
+    slow = {f'{LATENCY}"{bound}"}}': f"0+{60 * value:.0f}x600" for bound, value in buckets.items()}
+    assert run_tests(tmp_path, world({**absent, **slow, GRACE: "300x600"}, [("90m", {"RootstockGraceTooShort"})])) == ""
 
 
 @pytest.mark.needs("promtool")

@@ -7,7 +7,7 @@ names of API keys.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -27,7 +27,9 @@ BATCH_OUTCOMES = ("completed", "failed")
 BACKGROUND_ENDS = ("completed", "incomplete", "failed", "cancelled")
 REFUSALS = ("queue_full", "queue_timeout", "no_worker", "paused", "weights_not_served")
 MAX_KEYS = 500  # API keys with their own label in counters
-MAX_LATENCY_KEYS = 50  # API keys with their own label in the three histograms, which have 57 series per label together
+MAX_LATENCY_KEYS = 50  # API keys with their own label in the three histograms, which have 61 series per label together
+# A grace period may be longer than the last bound of LATENCY_BUCKETS_S. RootstockGraceTooShort compares it with request times.
+E2E_BUCKETS_S = (*LATENCY_BUCKETS_S, 600.0, 1200.0, 1800.0, 3600.0)
 LABELS = ("model", "key")
 OTHER = "other"
 
@@ -133,8 +135,8 @@ class RequestMetrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(prefix + name, text, LABELS, registry=registry)
 
-        def histogram(name: str, text: str) -> LabelledHistogram:
-            return LabelledHistogram(prefix + name, text, registry, LATENCY_BUCKETS_S, LABELS)
+        def histogram(name: str, text: str, bounds: Sequence[float] = LATENCY_BUCKETS_S) -> LabelledHistogram:
+            return LabelledHistogram(prefix + name, text, registry, bounds, LABELS)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of complete responses.")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens whose KV was read from a prefix cache.")
@@ -146,6 +148,7 @@ class RequestMetrics:
         self.e2e_latency = histogram(
             "e2e_request_latency_seconds",
             "Seconds from the arrival of a generation request to the last byte of its complete response.",
+            E2E_BUCKETS_S,
         )
         self.keys, self._latency_keys = KeyLabels(MAX_KEYS), KeyLabels(MAX_LATENCY_KEYS)
         self._series: dict[tuple[str, str, str], RequestSeries] = {}
