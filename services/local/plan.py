@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import shlex
 import shutil
@@ -204,8 +205,14 @@ def _redis_url(port: int) -> str:
 
 
 def num_gpus(devices: Path = Path("/dev")) -> int:
-    """Returns the number of NVIDIA GPUs of this machine."""
-    return len([path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    """Returns the number of NVIDIA GPUs that the workers can use: those of this machine or of CUDA_VISIBLE_DEVICES."""
+    found = len([path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not found:
+        return found
+    # The list may be longer than `found`, because a part of a GPU (MIG) has no device file of this form. CUDA ignores the entries
+    # after an empty or negative one.
+    return len(list(itertools.takewhile(lambda entry: entry and not entry.startswith("-"), map(str.strip, visible.split(",")))))
 
 
 def memory_flags(workers: int, index: int, gpus: int) -> list[str]:

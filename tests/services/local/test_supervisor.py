@@ -155,10 +155,20 @@ def test_workers_are_spread_over_the_gpus(workers: int, index: int, gpus: int, f
     assert memory_flags(workers, index, gpus) == flags
 
 
-def test_number_of_gpus_is_the_number_of_device_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [(None, 2), ("", 0), ("-1", 0), ("1", 1), ("1, 0", 2), ("0,-1,1", 1), ("MIG-a,MIG-b,MIG-c", 3)],
+    ids=["unset", "empty", "none", "one", "both", "negative entry", "parts"],
+)
+def test_number_of_gpus_follows_the_device_files_and_the_visible_devices(
+    visible: str | None, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert num_gpus(tmp_path) == 2 and num_gpus(tmp_path / "none") == 0
+    assert num_gpus(tmp_path) == gpus and num_gpus(tmp_path / "none") == 0
 
 
 @pytest.mark.parametrize("workers", [1, 3])
