@@ -25,6 +25,7 @@ from charts.rootstock.schema_words import (
     string,
 )
 from rootstock_llm.services.local.reference import SERVICES
+from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.settings import ENV_PREFIX
 
 # Settings that the chart derives from other values. They are refused in `settings`.
@@ -53,6 +54,7 @@ _MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
 _SOURCE = r"^([A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?(@[A-Za-z0-9._/-]+)?|(s3|gs)://[a-z0-9][a-z0-9._-]*(/.*)?)?$"
 _LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
 _DIGEST = "^[0-9A-Fa-f]{64}$"
+_MOMENT = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]+)?)?(Z|[+-][0-9]{2}:[0-9]{2})$"  # RFC 3339
 _NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"  # names of Services
 # Keys that services have outside of `pod` (podLabels, nodeSelector, ...), and that their `pod` does not have.
 _OF_SERVICES = ("labels", "annotations", "env", "nodeSelector", "tolerations", "affinity", "priorityClassName")
@@ -119,19 +121,7 @@ def _definitions() -> dict[str, Schema]:
         "env": closed({"name": string(r"^[A-Za-z_][A-Za-z0-9_]*$"), "value": string(), "valueFrom": ANY_OBJECT}, ("name",)),
         "labels": {"type": "object", "additionalProperties": string(_LABEL_VALUE)},
         "toleration": toleration,
-        "apiKey": closed(
-            {
-                "name": string(r"^[A-Za-z0-9._-]{1,64}$"),
-                "sha256": {"anyOf": [string(_DIGEST), array(string(_DIGEST), least=1)]},
-                "key": string(r"^[!-~]{1,512}$"),
-                "weight": {"type": "number", "exclusiveMinimum": 0},
-                "priority": {"type": "integer"},
-                "requests_per_minute": integer(1),
-                "tokens_per_minute": integer(1),
-                "max_concurrent": integer(1),
-            },
-            ("name",),
-        ),
+        "apiKey": _api_key(),
         "peer": closed({"podSelector": ANY_OBJECT, "namespaceSelector": ANY_OBJECT, "ipBlock": ANY_OBJECT}),
         "pod": closed(_pod()),
         "servicePod": closed({key: part for key, part in _pod().items() if key not in _OF_SERVICES}),
@@ -150,6 +140,26 @@ def _definitions() -> dict[str, Schema]:
             ("name",),
         ),
     }
+
+
+def _api_key() -> Schema:
+    """Returns the schema of an entry of `auth.apiKeys`: the fields of key_table.py, within the same limits."""
+    digests = {**array(string(_DIGEST), least=1), "maxItems": limits.MAX_SECRETS_OF_A_KEY}
+    model = {"type": "string", "minLength": 1, "maxLength": limits.MAX_MODEL_NAME_CHARS}
+    entry = closed(
+        {
+            "name": string(r"^[A-Za-z0-9._-]{1,64}$"),
+            "sha256": {"anyOf": [string(_DIGEST), digests]},
+            "key": string(r"^[!-~]{1,512}$"),
+            "weight": {"type": "number", "exclusiveMinimum": 0, "maximum": limits.MAX_KEY_WEIGHT},
+            "priority": integer(*limits.PRIORITY_RANGE),
+            "models": {**array(model, least=1), "maxItems": limits.MAX_MODELS_OF_A_KEY},
+            "expires": string(_MOMENT),
+            **{name: integer(1, limits.MAX_KEY_LIMIT) for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent")},
+        },
+        ("name",),
+    )
+    return {**entry, "anyOf": [{"required": ["sha256"]}, {"required": ["key"]}]}
 
 
 def _pod() -> dict[str, Schema]:

@@ -75,6 +75,14 @@ def test_objects_that_the_values_do_not_enable_are_not_rendered(values: Values, 
     assert not render(values).has(*title.split("/"))
 
 
+def test_cooldown_of_a_million_seconds_is_a_whole_number() -> None:
+    """A template prints such a number as 1e+06, which the API server refuses for a field of type integer."""
+    values = merged(VARIANTS["keda"], {"worker": {"autoscaling": {"cooldownSeconds": 1_000_000}}})
+    scaler = render(values).get("ScaledObject", f"{FULL}-worker-demo")
+    for name in ("cooldownPeriod", "initialCooldownPeriod"):
+        assert (type(scaler["spec"][name]), scaler["spec"][name]) == (int, 1_000_000)
+
+
 @pytest.mark.parametrize(
     ("values", "served"), [({}, "false"), ({"gateway": {"playground": True}}, "true")], ids=["default", "on"]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rootstock_llm.services.gateway.keys.key_table import FIELDS, BadKeys, parse_keys
 from rootstock_llm.services.worker.exec.contracts.options import TierOptions
 from rootstock_llm.services.worker.exec.tiers.make_tiers import MOST_FREE, NotEnoughHostMemory, host_pages
 from tests.chart.release import CHART, merged, refusal, render, title
@@ -130,6 +132,13 @@ SENTENCES: dict[str, tuple[Values, str]] = {
     "two models whose objects would have one name": (
         {"models": [model("Org/a"), model("org-a")]},
         'models: the names "Org/a" and "org-a" both become "org-a" in the names of objects. Rename one model.',
+    ),
+    "two sources with one path": (
+        {
+            **cache(type="pvc", prefetch={"enabled": True}),
+            "models": [model(name, path="/models/x", source=f"org/{name}") for name in ("a", "b")],
+        },
+        "model b: the prefetch Job would replace org/a by org/b, because another model with that source has the same path",
     ),
     "several hosts": (worker(kind="LeaderWorkerSet", hosts=2), "worker.hosts is 2, and a worker of this version runs on one GPU"),
     "several GPUs": (worker(gpus=8), "worker.gpus is 8, and a worker of this version runs on one GPU of one host. Set it to 1"),
@@ -481,6 +490,36 @@ def test_memory_limit_that_the_chart_accepts_suffices_for_the_workers_host_tier(
         assert (refusal(tiers(2, resources=resources)) == "") is fits
         with nullcontext() if fits else pytest.raises(NotEnoughHostMemory):
             assert host_pages(options, 0, 1, limit - beside) == host
+
+
+def test_chart_accepts_the_fields_of_the_key_file_in_api_keys() -> None:
+    secret = {"sha256": ["0" * 64], "weight": 2.5, "priority": -1, "requests_per_minute": 600, "tokens_per_minute": 100_000}
+    entry = {"name": "team-a", "max_concurrent": 64, "models": ["org/demo"], "expires": "2027-01-31T00:00:00Z", **secret}
+    assert entry.keys() | {"key"} == FIELDS
+    values = {"auth": {"apiKeys": [entry]}}
+    assert refusal(values) == ""
+    written = render(values).get("Secret", "llm-rootstock-gateway-keys")["stringData"]["keys.json"]
+    assert json.loads(written) == {"keys": [entry]}
+    (known,) = parse_keys([written.encode()])
+    assert (known.name, known.models) == ("team-a", {"org/demo"})
+
+
+WRONG_KEYS = {
+    "no key": {},
+    "expiry without a zone": {"key": "k", "expires": "2027-01-31T00:00:00"},
+    "empty list of models": {"key": "k", "models": []},
+    "limit of zero": {"key": "k", "max_concurrent": 0},
+    "weight beyond the limit": {"key": "k", "weight": 1e7},
+    "nine hashes": {"sha256": [f"{number:064x}" for number in range(9)]},
+}
+
+
+@pytest.mark.parametrize("case", WRONG_KEYS)
+def test_schema_refuses_api_keys_that_a_gateway_refuses(case: str) -> None:
+    entry = {"name": "team-a", **WRONG_KEYS[case]}
+    with pytest.raises(BadKeys):
+        parse_keys([json.dumps({"keys": [entry]}).encode()])
+    assert "/auth/apiKeys/0" in refusal({"auth": {"apiKeys": [entry]}})
 
 
 def test_chart_refuses_a_release_name_that_services_cannot_have() -> None:

@@ -204,15 +204,22 @@ block. */}}
 {{- end -}}
 {{- if $cache.prefetch.enabled -}}
   {{- $sources := 0 -}}
+  {{- $folders := dict -}}
   {{- if ne $cache.type "pvc" -}}
     {{- fail (printf "modelCache.prefetch downloads into a volume that all pods see, and modelCache.type is %s. Set type to pvc, or prefetch.enabled to false." $cache.type) -}}
   {{- end -}}
-  {{- range $models -}}
+  {{- range $model := $models -}}
     {{- if .source -}}
       {{- $sources = add1 $sources -}}
       {{- if not .cached -}}
         {{- fail (printf "model %s: the prefetch Job downloads to its path %s, which is not below modelCache.mountPath (%s). Change the path." .name .path $cache.mountPath) -}}
       {{- end -}}
+      {{- with get $folders .path -}}
+        {{- if ne . $model.source -}}
+          {{- fail (printf "model %s: the prefetch Job would replace %s by %s, because another model with that source has the same path, %s. Give each source its own path." $model.name . $model.source $model.path) -}}
+        {{- end -}}
+      {{- end -}}
+      {{- $_ := set $folders .path .source -}}
     {{- end -}}
   {{- end -}}
   {{- if not $sources -}}
