@@ -128,6 +128,20 @@ def test_expired_page_does_not_count_as_a_fault(server: RedisServer) -> None:
     assert it.counts().corrupt_pages == it.counts().failed_reads == 0
 
 
+def test_read_loses_all_later_missing_pages_when_a_page_is_missing(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_page_store, "GROUP_BYTES", 2 * PAGE)
+    monkeypatch.setattr(redis_page_store, "DELETED", 3)
+    it, many = store(server), keys(*range(12))
+    write(it, many)
+    gone = {many[at] for at in (1, 2, 5, 6, 8, 11)}
+    for name in list(server.client.scan_iter()):
+        if any(name.endswith(key) for key in gone):
+            server.client.delete(name)
+    assert read(it, many) == 1 and set(it.take_lost()) == gone
+    assert set(write(it, many).stored) == gone, "the missing pages can be written again at once"
+    assert read(it, many) == 12
+
+
 def test_deletion_removes_pages_for_all_workers(server: RedisServer) -> None:
     first, second = store(server), store(server)
     write(first, keys(1, 2))

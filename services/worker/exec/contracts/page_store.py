@@ -62,7 +62,8 @@ class PageStore(Protocol):
     def read(self, keys: Sequence[bytes], out: memoryview) -> int:
         """Reads pages into `out`, one after another, and returns the number of pages before the first missing or damaged page.
 
-        The missing or damaged page is removed from the store's keys. The bytes of `out` after the last whole page are undefined.
+        The missing or damaged page is removed from the store's keys. So are later pages of `keys` that the store finds to be
+        missing. The bytes of `out` after the last whole page are undefined.
 
         Args:
             keys: page keys.

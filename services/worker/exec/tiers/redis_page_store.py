@@ -51,7 +51,7 @@ SCANNED = 2048  # keys per SCAN
 NEWS_READ = 256  # entries of the stream per read; an entry has the keys of one write or deletion
 NEWS_KEYS = 8192  # largest number of keys per call of news(), because the loop processes them between two steps
 MOST_NEWS = 4096  # entries that the stream keeps; a worker that has missed more entries scans again
-DELETED = 512  # keys per command that deletes pages or reads their times of writing
+DELETED = 512  # keys per round trip that deletes pages, looks them up or reads their times of writing
 _IDENTITY_BYTES = 16  # bytes of the identity in names
 _FAILED = (redis.RedisError, OSError)  # errors of the server or the connection
 
@@ -128,6 +128,7 @@ class RedisPageStore:
         if wanted and self._pause.over and not self._due:
             try:
                 count = self._read(wanted, target)
+                self._lose_missing(wanted[count + 1 :])
                 self._pause.worked()
             except _FAILED as error:
                 self._failed_reads += len(wanted)
@@ -153,6 +154,19 @@ class RedisPageStore:
                 count += 1
             self._check_time(until)
         return count
+
+    def _lose_missing(self, keys: Sequence[bytes]) -> None:
+        """Drops the keys of pages that the server no longer has, and records them as lost. Raises the errors of _FAILED."""
+        for at in range(0, len(keys), DELETED):
+            some = keys[at : at + DELETED]
+            with self._redis.pipeline(transaction=False) as pipeline:
+                for key in some:
+                    pipeline.exists(self._page_prefix + key)
+                found: list[int] = pipeline.execute()
+            missing = [key for key, exists in zip(some, found, strict=True) if not exists]
+            for key in missing:
+                self._known.drop(key)
+            self._lost |= dict.fromkeys(missing)
 
     def take_lost(self) -> tuple[bytes, ...]:
         lost = tuple(self._lost)
