@@ -23,6 +23,7 @@ from rootstock_llm.kernels.triton.sampling.sampling import TritonSampling
 from rootstock_llm.kernels.triton.sampling.select_keys import MAX_VOCAB, uniform_of
 from tests.all_pairs import each_value
 from tests.kernels.sampling_case import Row, SlotCase, Written, could_be, random_cuts, rows_of, sampled, table_of, uniforms
+from tests.night import NIGHTLY
 
 WIDE = 5000  # vocabulary with more tokens than a draw has candidates
 
@@ -252,6 +253,19 @@ def test_token_selection_draws_the_same_token_in_any_batch(device: torch.device)
     slots = case + [SlotCase()] * 6
     together = compared(logits, [Row(slot, 6) for slot in (8, 2, 7, 0, 6, 5, 1, 4, 3)], slots, device)[0].tokens
     assert together[[3, 6, 1]].tolist() == alone
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="takes half a minute; runs only with ROOTSTOCK_TEST_NIGHTLY=1")
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_token_selection_draws_from_equal_tokens_of_the_largest_vocabulary(top_p: float, device: torch.device) -> None:
+    """The sum of all masses is the largest that an int64 must hold. The reference may round the nucleus to one token more."""
+    rows, slots = [Row(0, position=0)], [SlotCase(1.0, top_p=top_p, seed=seed_near(1.0))]
+    found, _ = compared(torch.zeros(1, MAX_VOCAB), rows, slots, device)
+    assert 0.999 < int(found.tokens[0]) / (MAX_VOCAB * top_p) < 1.0
+
+
+def test_triton_sampling_supports_the_vocabulary_of_gemma_3(device: torch.device) -> None:
+    TritonSampling(1, 262_208, device)
 
 
 def test_scratch_memory_keeps_no_state_between_calls(device: torch.device) -> None:

@@ -5,7 +5,7 @@ A sum of integers does not depend on the order of its terms, so results do not d
 - The **key** of a token has the bits of a float32: the distance of its logit from the row's maximum, divided by the temperature.
   Keys have the order of these floats, because they are not negative. The most likely token has key 0.
 - The **mass** of a token is exp(-distance / temperature) as an integer, in units of 2 ** -44. An int64 can hold the sum of
-  2 ** 18 masses. A token with less than one unit has mass 0 and is not drawn.
+  MAX_VOCAB masses. A token with less than one unit has mass 0 and is not drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from rootstock_llm.kernels.contracts.sample_ops import SlotColumn
 
-MAX_VOCAB = 1 << 18
+MAX_VOCAB = (1 << 19) - 1
 KEY_END = tl.constexpr(0x41F80000)  # bits of 31.0: a token with a larger key has mass 0
 NO_KEY = tl.constexpr(0x7F800000)  # bits of infinity
 ONE = tl.constexpr(float(1 << 44))
