@@ -18,6 +18,8 @@ from rootstock_llm.services.shared import limits
 from rootstock_llm.services.shared.json_schema import too_large
 
 Named = tuple[str, pb.Grammar]  # the client's field that asks for the constraint, and the grammar
+# The fields of chats, Responses and Messages with the format of the text. Clients also send them with a required call.
+TEXT_FORMATS = frozenset(("response_format", "text.format", "output_config.format"))
 
 
 def constraint_of(body: ConstraintBody) -> Named | None:

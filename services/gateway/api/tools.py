@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from rootstock_llm.protos import common_pb2 as pb
-from rootstock_llm.services.gateway.api.constraints import structural_tag
+from rootstock_llm.services.gateway.api.constraints import TEXT_FORMATS, structural_tag
 from rootstock_llm.services.gateway.api.known_fields import hosted_type, own_name
 from rootstock_llm.services.gateway.generation.errors import ApiError, bad_request
 from rootstock_llm.services.gateway.generation.request import GenerationParams
@@ -108,8 +108,8 @@ def constrained(generation: GenerationParams, use: ToolUse, formats: OutputForma
         formats: Formats in which the outputs of this prompt are parsed.
 
     Raises:
-        ApiError: A constraint is combined with required calls, a structural tag is combined with strict functions, or a grammar
-            is too large.
+        ApiError: A constraint other than a text format is combined with required calls, a structural tag is combined with strict
+            functions, or a grammar is too large.
     """
     parsing, field = use.parsing(formats, make), generation.grammar_field or ""
     answer = None if generation.grammar is None else _layout_of(generation.grammar, LayoutOrigin(field))
@@ -122,7 +122,8 @@ def constrained(generation: GenerationParams, use: ToolUse, formats: OutputForma
         return replace(generation, parsing=parsing, grammar=found.grammar, grammar_fields=found.fields)
     calls = use.grammar(formats)
     if calls is not None:
-        if generation.grammar is not None:
+        # A text format has no effect on an output that has only calls. A structural tag describes the whole output.
+        if generation.grammar is not None and (answer is None or field not in TEXT_FORMATS):
             kind = "a required call" if use.forced else "strict functions"
             raise bad_request(field, f"'{field}' cannot be combined with {kind}.")
         return replace(generation, parsing=parsing, grammar=calls.grammar, grammar_field="tools", grammar_fields=calls.fields)

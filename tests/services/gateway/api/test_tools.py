@@ -217,6 +217,47 @@ def test_constraint_starts_after_the_reasoning(system: System, field: dict[str, 
     assert "</think>" in system.worker.submits[-1].sampling.grammar.structural_tag
     assert system.chat(separate_reasoning=False, **field).status_code == 200
     assert not system.worker.submits[-1].sampling.grammar.structural_tag
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+NAMED_SCHEMA = {"name": "answer", "schema": SCHEMA}
+FLAT = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+CUSTOM = {"name": "weather", "input_schema": SCHEMA}
+FORCED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # path, body with a required call, text format
+    "chat": (
+        "/v1/chat/completions",
+        chat_body(tools=[WEATHER], tool_choice="required"),
+        {"response_format": {"type": "json_schema", "json_schema": NAMED_SCHEMA}},
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": "Hi", "tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}},
+        {"text": {"format": {"type": "json_schema", **NAMED_SCHEMA}}},
+    ),
+    "messages": (
+        "/v1/messages",
+        chat_body(max_tokens=400, tools=[CUSTOM], tool_choice={"type": "any"}),
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "text_format"), FORCED.values(), ids=FORCED.keys())
+def test_worker_receives_the_grammar_of_the_calls_when_a_request_with_a_text_format_requires_a_call(
+    system: System, set_output: Any, path: str, body: dict[str, Any], text_format: dict[str, Any]
+) -> None:
+    """The Agents SDK sends both for an agent with an output type and a required tool; instructor does in its Responses mode."""
+    set_output(CALL)
+    answers = [system.post(path, {"model": MODEL, **body, **fields}) for fields in ({}, text_format)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[-1].text
+    plain, formatted = (submit.sampling.grammar for submit in system.worker.submits[-2:])
+    assert formatted == plain and plain.structural_tag
+
+
+@pytest.mark.parametrize(
+    "field", [{"guided_regex": "a+"}, {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}}]
+)
+def test_required_call_is_refused_when_the_constraint_is_no_text_format(system: System, field: dict[str, Any]) -> None:
     error = system.chat(tool_choice="required", **TOOLS, **field)
     assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(field))
 
