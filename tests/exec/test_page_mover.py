@@ -30,6 +30,7 @@ from rootstock_llm.services.worker.core.contracts.transfers import (
     TierBlock,
 )
 from rootstock_llm.services.worker.core.tiers.page_keys import KEY_BYTES, tag_of
+from rootstock_llm.services.worker.exec.contracts.page_store import News
 from rootstock_llm.services.worker.exec.kernel_set import copies
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, KVPool, LayerGroups
 from rootstock_llm.services.worker.exec.streams.host_streams import HostArrival, HostStreams
@@ -103,6 +104,24 @@ def test_mover_restores_pages_from_host_and_storage(moving: Moving) -> None:
     assert moving.moved(OperationKind.LOAD, [2, 3], [6, 0]).count == 2
     assert moving.moved(OperationKind.FETCH, [5, 0], []).count == 2
     assert [moving.page(number) for number in range(PAGES)] == [before[at] for at in (4, 1, 1, 4, 4, 1)]
+
+
+def test_shared_storage_stores_pages_when_each_query_for_changes_takes_longer_than_the_time_between_two_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_news(store: SegmentStore) -> News:
+        time.sleep(5 * page_mover.NEWS_S)
+        return News((), ())
+
+    monkeypatch.setattr(page_mover, "NEWS_S", 0.01)
+    monkeypatch.setattr(SegmentStore, "shared", True)
+    monkeypatch.setattr(SegmentStore, "news", slow_news)
+    moving = Moving(tmp_path / "pages")
+    try:
+        assert moving.moved(OperationKind.BACK_UP, [1, 4], [6, 0]).count == 2
+        assert moving.moved(OperationKind.STORE, [], [6, 0]).stored == tuple(KEYS[:2])
+    finally:
+        moving.close()
 
 
 def test_copier_copies_equal_bytes_with_one_call_and_with_numpy() -> None:

@@ -35,7 +35,7 @@ from rootstock_llm.services.worker.core.contracts.transfers import (
     PageOperation,
     Selection,
 )
-from rootstock_llm.services.worker.exec.contracts.page_store import PageStore
+from rootstock_llm.services.worker.exec.contracts.page_store import News, PageStore
 from rootstock_llm.services.worker.exec.contracts.peer_pages import PeerReader
 from rootstock_llm.services.worker.exec.pools.kv_pool import Arrivals, LayerLoads
 from rootstock_llm.services.worker.exec.streams.cuda_streams import LoadFailed, Mark, Streams
@@ -45,7 +45,7 @@ from rootstock_llm.services.worker.exec.tiers.page_copier import PageCopier
 logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0  # seconds for which close() waits for each thread
 PEER_IDLE_S = 60.0  # seconds without a job after which the thread of a remote worker ends
-NEWS_S = 1.0  # seconds between two queries of a shared storage for changes
+NEWS_S = 1.0  # seconds from the end of a query of a shared storage for changes to the next query
 MORE_NEWS_S = 0.02  # seconds until the next query if a query has returned only a part of the changes
 PULLED_BYTES = 16 << 20  # largest number of bytes of units in one read from a remote worker, unless a page is larger
 FACT_KEYS = 8192  # largest number of keys or blocks in one fact
@@ -257,13 +257,12 @@ class PageMover:
     def _next_of_shared_storage(self, jobs: queue.SimpleQueue[Job | None]) -> Job | None:
         """Returns the next job of the thread of a shared storage.
 
-        A query is due every NEWS_S seconds, even if other jobs are queued.
+        A query is due NEWS_S seconds after the last one, even if other jobs are queued.
         """
         seconds = self._query_at - time.monotonic()
         with suppress(queue.Empty):  # the query is due
             if seconds > 0:
                 return jobs.get(timeout=seconds)
-        self._query_at = time.monotonic() + NEWS_S
         return _QueryNews()
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], idle_s: float | None, address: str) -> None:
@@ -291,9 +290,9 @@ class PageMover:
             news = store.news()
         except Exception:  # an error of any type; pages that the core does not know to be stored are computed
             logger.exception("could not query the shared storage for changes")
-            return
-        if news.more:
-            self._query_at = time.monotonic() + MORE_NEWS_S
+            news = News((), ())
+        # From the end of the query on. If a query takes longer than NEWS_S, other jobs still run between two queries.
+        self._query_at = time.monotonic() + (MORE_NEWS_S if news.more else NEWS_S)
         if news.stored or news.dropped:
             self._report(Fact(UNASKED, stored=news.stored, dropped=news.dropped, use=store.use()))
 
