@@ -176,6 +176,7 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({**OBJ, "propertyNames": {"enum": ["a"], "type": "integer"}}, "#/propertyNames"),
     ({**OBJ, "patternProperties": None}, "#/patternProperties"),
     ({**OBJ, "additionalProperties": None}, "#/additionalProperties"),
+    ({**OBJ, "propertyNames": {"maxLength": 1}, "properties": A_INT, "additionalProperties": False}, "#/propertyNames"),
     ({"type": "array", "minItems": (1 << 32) + 1}, "#/minItems"),
     ({"type": "string", "minLength": (1 << 32) + 1}, "#/minLength"),
     ({"type": "integer", "minimum": 10**400}, "#/minimum"),

@@ -193,13 +193,13 @@ def _extra_pair(builder: Builder, schema: Schema, path: str, properties: Mapping
     if "patternProperties" in limits:
         return _pattern_pair(builder, schema, path, properties, additional)
     declared = [*properties, *names(schema, "required", path)]
+    if "propertyNames" in limits and declared:
+        raise refuse(child(path, "propertyNames"), "not supported together with properties")
     is_declared = bool(declared) or ("properties" in schema and not schema.get("minProperties"))
     if additional is False or (is_declared and additional is None and not limits):
         return None
     value = VALUE if additional is None else builder.node(additional, child(path, "additionalProperties"))
     if "propertyNames" in limits:
-        if declared:
-            raise refuse(child(path, "propertyNames"), "not supported together with properties")
         return _pair(builder.text(schema["propertyNames"], child(path, "propertyNames")), value)
     return _pair(_key_except(builder, set(declared)) if declared else STRING, value)
 
