@@ -62,10 +62,12 @@ def test_description_of_an_installation_lists_each_secret_once_with_all_keys() -
         "modelCache": {"fetchTokenizers": True, "prefetch": {"tokenSecret": "all", "s3": {"secret": "s3"}}},
         "models": [{"name": "demo", "path": "/models/demo", "source": "org/demo"}],
         "tls": {"secret": "llm-%s-tls"},
+        "worker": {"kvTiers": {"hostGB": 2, "shared": {"secret": "kv"}}},
     }
     wanted = {each["name"]: each for each in install(values).secrets}
     assert wanted["all"]["keys"] == ["token", "url"]
     assert wanted["all"]["value"] == "auth.controlTokenSecret, modelCache.prefetch.tokenSecret, redis.externalUrlSecret"
+    assert (wanted["kv"]["keys"], wanted["kv"]["value"]) == (["url", "secret"], "worker.kvTiers.shared.secret")
     assert wanted["s3"]["keys"] == ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
     there = {name: frozenset(each["keys"]) for name, each in wanted.items()}
     there |= {"keys": frozenset({"a.json"}), "authority": frozenset({"ca.crt"}), "prometheus": frozenset({"ca"})}
@@ -73,7 +75,7 @@ def test_description_of_an_installation_lists_each_secret_once_with_all_keys() -
     volumes = render(merged(VALUES, values)).get("Pod", f"{FULL}-test-diagnosis")["spec"]["volumes"]
     shown = {each["secret"]["secretName"]: each["secret"].get("items") for each in volumes if "secret" in each}
     private = {name for name, items in shown.items() if name.startswith("llm-") and "tls.key" in str(items or "tls.key")}
-    assert private == {"llm-gateway-tls"} and len(shown) == len(wanted) == 9
+    assert private == {"llm-gateway-tls"} and len(shown) == len(wanted) == 10
 
 
 @pytest.mark.by_day(one_in=4, seed=29)

@@ -93,6 +93,7 @@ exist; value: the values that name it; part: the test may read only these keys. 
   (dict "name" .Values.autoscaling.prometheusAuth.secret "keys" $prometheus "value" "autoscaling.prometheusAuth.secret") -}}
 {{- range include "rootstock.models" . | fromJsonArray -}}
   {{- $all = append $all (dict "name" .worker.kvTlsSecret "keys" (append $pair "ca.crt") "value" "worker.kvTlsSecret") -}}
+  {{- $all = append $all (dict "name" .worker.kvTiers.shared.secret "keys" (list "url" "secret") "value" "worker.kvTiers.shared.secret" "part" true) -}}
 {{- end -}}
 {{- if include "rootstock.tls" . -}}
   {{- $value := ternary "tls.certManager" "tls.secret" .Values.tls.certManager.enabled -}}
