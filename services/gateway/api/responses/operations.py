@@ -83,7 +83,7 @@ OPERATIONS = (
         "Create a conversation",
         {JSON: ConversationAnswer},
         ConversationRequest,
-        statuses=(429,),
+        statuses=(404, 429),
         example={"items": [{"role": "user", "content": "Count from 3 to 9."}], "metadata": {"topic": "numbers"}},
     ),
     ApiOperation(

@@ -89,7 +89,9 @@ class Records:
         await reserve(len(found.content))
         return Context(orjson.loads(found.content)["items"])
 
-    async def resolved(self, owner: str, items: Sequence[Json], before: Context, reserve: Hold) -> list[Json]:
+    async def resolved(
+        self, owner: str, items: Sequence[Json], before: Context, reserve: Hold, where: str = "input"
+    ) -> list[Json]:
         """Returns the items with each reference replaced by the stored item that it names.
 
         A reference to an item of the context is removed, because the context already has the item. Each response is read once.
@@ -98,6 +100,7 @@ class Records:
 
         Args:
             reserve: Reserves the bytes of the referenced items in the body budget.
+            where: The client's field of the items.
         """
         known = {item["id"] for item in before.items}
         references = Counter(item["id"] for item in items if item["type"] == REFERENCE and item["id"] not in known)
@@ -113,10 +116,10 @@ class Records:
                     size = sum(references[each] * len(orjson.dumps(output)) for each, output in stored[name].items())
                     num_bytes += size
                     if num_bytes > limits.MAX_CHAIN_BYTES:
-                        raise _references_too_large()
+                        raise _references_too_large(where)
                     await reserve(size)
                 if item["id"] not in stored[name]:
-                    raise _not_found(f"input[{index}].id", "No item has this id, or the item has expired.", "item_not_found")
+                    raise _not_found(f"{where}[{index}].id", "No item has this id, or the item has expired.", "item_not_found")
                 found.append(stored[name][item["id"]])
         return found
 
@@ -306,9 +309,9 @@ def object_not_found(param: str) -> ApiError:
     return _not_found(param, "No object has this id, or the object has expired.", "not_found")
 
 
-def _references_too_large() -> ApiError:
-    message = f"The items that 'input' refers to have more than {limits.MAX_CHAIN_BYTES} bytes. Refer to fewer items."
-    return ApiError(413, message, param="input", code="request_too_large")
+def _references_too_large(where: str) -> ApiError:
+    message = f"The items that '{where}' refers to have more than {limits.MAX_CHAIN_BYTES} bytes. Refer to fewer items."
+    return ApiError(413, message, param=where, code="request_too_large")
 
 
 def _store_full() -> ApiError:

@@ -28,10 +28,11 @@ from rootstock_llm.services.gateway.api.responses.operations import (
     RESPONSE,
     RESPONSES,
 )
-from rootstock_llm.services.gateway.api.responses.records import RESPONSE_PREFIX, Records, object_not_found
+from rootstock_llm.services.gateway.api.responses.records import RESPONSE_PREFIX, Context, Records, object_not_found
 from rootstock_llm.services.gateway.api.responses.render import failure
 from rootstock_llm.services.gateway.api.responses.stream import FollowedStream
 from rootstock_llm.services.gateway.api.responses.types import ConversationRequest, ConversationUpdate, ItemsRequest
+from rootstock_llm.services.gateway.generation.bodies import RequestBody
 from rootstock_llm.services.gateway.generation.body_fields import Body
 from rootstock_llm.services.gateway.generation.errors import AnswerForm, ApiError, bad_request, timed_out
 from rootstock_llm.services.gateway.generation.origin import origin_of
@@ -44,6 +45,7 @@ from rootstock_llm.services.shared import limits
 
 Json = dict[str, Any]
 B = TypeVar("B", bound=Body)
+WithItems = TypeVar("WithItems", ConversationRequest, ItemsRequest)  # bodies with items
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100  # default and maximum of the query parameter 'limit' of lists
 _NUMBER_CHARS = 12  # maximum digits of the query parameter 'starting_after'
@@ -144,8 +146,7 @@ class ResponsesApi:
         return found
 
     async def _begin_conversation(self, request: Request) -> Response:
-        given = await self._parsed_body(request, ConversationRequest)
-        items = _checked_items([] if given.items is None else given.items, self._preparer.omits_hosted_tools)
+        given, items = await self._parsed_items(request, ConversationRequest)
         return json_response(
             _conversation_body(await self._records.begin_conversation(_owner(request), items, check_metadata(given.metadata)))
         )
@@ -170,7 +171,7 @@ class ResponsesApi:
         return json_response(_page((await self._conversation(request))["items"], request.query_params))
 
     async def _add_items(self, request: Request) -> Response:
-        new = _checked_items((await self._parsed_body(request, ItemsRequest)).items, self._preparer.omits_hosted_tools)
+        _, new = await self._parsed_items(request, ItemsRequest)
         await self._records.extend(_owner(request), request.path_params["conversation_id"], new)
         return json_response(_list(new, False))
 
@@ -190,10 +191,24 @@ class ResponsesApi:
     async def _parsed_body(self, request: Request, model: type[B]) -> B:
         """Returns the parsed body. Raises ApiError if it is invalid."""
         async with self._port.bodies.read(request.scope, request.receive, limits.MAX_RECORD_BYTES) as body:
-            try:
-                return model.model_validate(parse_json(body.take()))
-            except ValidationError as error:
-                raise of_validation(error) from None
+            return _parsed(body, model)
+
+    async def _parsed_items(self, request: Request, model: type[WithItems]) -> tuple[WithItems, list[Json]]:
+        """Returns the parsed body and its items, with each reference replaced by its item. Raises ApiError if it is invalid."""
+        async with self._port.bodies.read(request.scope, request.receive, limits.MAX_RECORD_BYTES) as body:
+            given = _parsed(body, model)
+            begins_empty = given.items is None and isinstance(given, ConversationRequest)
+            items = _checked_items([] if begins_empty else given.items, self._preparer.omits_hosted_tools)
+            found = await self._records.resolved(_owner(request), items, Context(), body.grow_by, "items")
+        return given, found
+
+
+def _parsed(body: RequestBody, model: type[B]) -> B:
+    """Returns the parsed content of a body. Raises ApiError if it is invalid."""
+    try:
+        return model.model_validate(parse_json(body.take()))
+    except ValidationError as error:
+        raise of_validation(error) from None
 
 
 def _response_id(request: Request) -> str:

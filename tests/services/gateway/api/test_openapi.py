@@ -194,6 +194,7 @@ def store_calls(system: System) -> list[Answered]:
 
     own += [ask(system, "POST", f"{RESPONSES}/{background}/cancel"), ask(system, "GET", f"{RESPONSES}/{background}?stream=true")]
     own += [ask(system, "POST", path_of(CONVERSATION), STORE_BODIES[CONVERSATION])]
+    own += [ask(system, "POST", CONVERSATIONS, {"items": [{"type": "item_reference", "id": "msg_a"}]})]
     own += [ask(system, method, path_of(path)) for path in STORED_GETS for method in ("GET", "HEAD")]
     own += [ask(system, "GET", path_of(f"{CONVERSATION}/items") + "?limit=0")]
     return own + [ask(system, "DELETE", path_of(path)) for path in reversed(DELETES)]

@@ -157,6 +157,19 @@ def test_item_reference_is_replaced_by_the_stored_item(system: System, client: O
     assert refused.value.param == "input[0].id"
 
 
+def test_item_reference_in_a_conversation_is_replaced_by_the_stored_item(system: System, client: OpenAI, set_output: Any) -> None:
+    set_output("One.")
+    reference: Any = {"type": "item_reference", "id": client.responses.create(model=MODEL, input="Hi").output[0].id}
+    conversation = client.conversations.create(items=[reference])
+    client.conversations.items.create(conversation.id, items=[{"role": "user", "content": "And?"}, reference])
+    client.responses.create(model=MODEL, input="Go on.", conversation=conversation.id)
+    assert [message["content"] for message in messages(system)] == ["One.", "And?", "Go on."], "an item is not added twice"
+    unknown: Any = {"type": "item_reference", "id": "msg_" + "0" * 36}
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.conversations.items.create(conversation.id, items=[unknown])
+    assert refused.value.param == "items[0].id"
+
+
 def test_stored_responses_can_be_listed_and_deleted(client: OpenAI) -> None:
     items: Any = [{"role": "user", "content": str(number)} for number in range(3)]
     first = client.responses.create(model=MODEL, input=items, metadata={"a": "b"})
