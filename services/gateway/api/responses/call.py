@@ -14,7 +14,7 @@ from rootstock_llm.services.gateway.api.chat import ChatPreparer
 from rootstock_llm.services.gateway.api.known_fields import omitted_names
 from rootstock_llm.services.gateway.api.request_body import parse_json
 from rootstock_llm.services.gateway.api.responses.background import Background, DetachedCall
-from rootstock_llm.services.gateway.api.responses.items import checked_items
+from rootstock_llm.services.gateway.api.responses.items import checked_items, with_distinct_ids
 from rootstock_llm.services.gateway.api.responses.records import NOT_FINISHED, RESPONSE_PREFIX, Context, Records, record_of
 from rootstock_llm.services.gateway.api.responses.render import ResponseRenderer, new_response
 from rootstock_llm.services.gateway.api.responses.translation import as_served, chat_request, parse, prompt_request
@@ -95,7 +95,7 @@ class ResponsesCall:
             origin.stream()
         items = checked_items([] if parsed.input is None else parsed.input, "input", omits)
         self._before = await self._context(parsed, body.grow_by)
-        self._items = await self._records.resolved(self._owner, items, self._before, body.grow_by)
+        self._items = with_distinct_ids(await self._records.resolved(self._owner, items, self._before, body.grow_by))
         self._parsed = parsed.model_copy(update={"input": None})  # frees up to 64 MiB; `_items` has a copy
 
     def _check_background(self) -> None:

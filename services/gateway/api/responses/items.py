@@ -82,6 +82,21 @@ def new_id(kind: str, owner: str = "", index: int = 0) -> str:
     return f"{_PREFIXES[kind]}_{owner}{index:04x}" if owner else f"{_PREFIXES[kind]}_{secrets.token_hex(24)}"
 
 
+def with_distinct_ids(items: Sequence[Json]) -> list[Json]:
+    """Returns the items, with a new id for each item whose id an earlier item has.
+
+    Clients read lists page by page and name the last item of a page by its id. With a repeated id, they would read the same page
+    again without end.
+    """
+    seen: set[str] = set()
+    found = []
+    for item in items:
+        own = {**item, "id": new_id(item["type"])} if item["id"] in seen else item
+        seen.add(own["id"])
+        found.append(own)
+    return found
+
+
 def response_of(item_id: str) -> str | None:
     """Returns the id of the response whose output has the item with this id. None for a client's item."""
     prefix, _, rest = item_id.partition("_")

@@ -15,7 +15,7 @@ from rootstock_llm.services.gateway.api.chat import ChatPreparer
 from rootstock_llm.services.gateway.api.request_body import of_validation, parse_json
 from rootstock_llm.services.gateway.api.responses.background import Background
 from rootstock_llm.services.gateway.api.responses.call import ResponsesCall
-from rootstock_llm.services.gateway.api.responses.items import checked_items
+from rootstock_llm.services.gateway.api.responses.items import checked_items, with_distinct_ids
 from rootstock_llm.services.gateway.api.responses.operations import (
     CANCEL,
     CONVERSATION,
@@ -200,7 +200,7 @@ class ResponsesApi:
             begins_empty = given.items is None and isinstance(given, ConversationRequest)
             items = _checked_items([] if begins_empty else given.items, self._preparer.omits_hosted_tools)
             found = await self._records.resolved(_owner(request), items, Context(), body.grow_by, "items")
-        return given, found
+        return given, with_distinct_ids(found)
 
 
 def _parsed(body: RequestBody, model: type[B]) -> B:

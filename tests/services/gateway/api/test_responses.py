@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import openai
@@ -168,6 +169,19 @@ def test_item_reference_in_a_conversation_is_replaced_by_the_stored_item(system:
     with pytest.raises(openai.NotFoundError) as refused:
         client.conversations.items.create(conversation.id, items=[unknown])
     assert refused.value.param == "items[0].id"
+
+
+def test_client_lists_each_item_once_when_a_request_repeats_an_item_id(client: OpenAI) -> None:
+    """The client reads a list until its last page, and names the last item of each page by its id."""
+    items: Any = [{"type": "message", "id": "x", "role": "user", "content": str(number)} for number in range(3)]
+    texts = ["0", "1", "2"]
+    conversation = client.conversations.create(items=items)
+    pages: Any = client.conversations.items.list(conversation.id, limit=1, order="asc")
+    assert [item.content[0].text for item in islice(pages, 4)] == texts
+    reference: Any = {"type": "item_reference", "id": client.responses.create(model=MODEL, input="Hi").output[0].id}
+    response = client.responses.create(model=MODEL, input=[*items, reference, reference])
+    listed: Any = client.responses.input_items.list(response.id, limit=1, order="asc")
+    assert [item.content[0].text for item in islice(listed, 6)] == [*texts, "Hello, world!", "Hello, world!"]
 
 
 def test_stored_responses_can_be_listed_and_deleted(client: OpenAI) -> None:
