@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.utils.match import match_targets
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -207,6 +208,33 @@ def test_schemes_may_differ_between_the_matrices_of_a_layer(folders: dict[str, P
     config = four.config | {"config_groups": groups}
     coded = rewrite(folders["llama"], tmp_path / "coded", lambda n, t: stored.get(n, {n: t}), quantization_config=config)
     assert_close(coded, rewrite(folders["llama"], tmp_path / "elements", lambda n, t: {n: elements.get(n, t)}))
+
+
+TARGETS = {  # bits of the config groups by their target
+    "a name of one word before a class": {"lm_head": 8, "Linear": 4},
+    "a class of other modules before Linear": {"Embedding": 8, "Linear": 4},
+    "a pattern before a name": {"re:.*up_proj": 4, "layers.1.up_proj": 8},
+    "a general pattern before a special one": {"re:.*up.*": 4, "re:.*1.up.*": 8},
+    "a class before a pattern": {"Linear": 4, "re:.*up_proj": 8},
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_config_groups_of_compressed_tensors_apply_to_the_modules_that_the_library_chooses(case: str, tmp_path: Path) -> None:
+    bits, modules = TARGETS[case], ("layers.0.up_proj", "layers.1.up_proj", "layers.1.down_proj", "lm_head")
+    save_file({f"{module}.weight_scale": torch.ones(8, 1) for module in modules}, tmp_path / "model.safetensors")
+    config = FORMS["packed 4 by 32 with zero points"].config
+    base = config["config_groups"]["group_0"]
+    groups = {
+        target: base | {"targets": [target], "weights": base["weights"] | {"num_bits": count}} for target, count in bits.items()
+    }
+    with closing(Checkpoint(tmp_path, has_codes=True)) as checkpoint:
+        layout = CompressedTensors(config | {"config_groups": groups}, checkpoint)
+        for module in modules:
+            if not (chosen := match_targets(module, torch.nn.Linear(1, 1), bits)):
+                continue
+            packed = layout.tensors(f"{module}.weight", (8, 32))[0]
+            assert packed.shape == (8, bits[chosen[0]]), "32 codes of n bits are n words"
 
 
 def test_reader_of_mxfp4_agrees_with_transformers(tmp_path: Path) -> None:

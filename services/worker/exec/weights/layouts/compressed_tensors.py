@@ -38,9 +38,6 @@ class _Group:
     group: int  # elements of a group; 0: a whole output channel
     symmetric: bool  # whether there are no zero points
 
-    def matches(self, module: str) -> bool:
-        return any(re.match(each[3:], module) if each.startswith("re:") else each == module for each in self.targets)
-
 
 class CompressedTensors:
     """Implements Layout."""
@@ -49,19 +46,38 @@ class CompressedTensors:
         """Takes a config without faults, see quantization_config.fault_of()."""
         self._checkpoint = checkpoint
         self._groups = [_group(kind, content) for kind, content in groups_of(quantization)]
+        names = {target for group in self._groups for target in group.targets if target.isidentifier()}
+        self._classes = {name for name in names if not checkpoint.has_module(name)}  # the others are modules, such as lm_head
 
     @property
     def name(self) -> str:
         return ", ".join(f"compressed-tensors {each.kind} {each.bits} bits" for each in self._groups)
 
     def _group_of(self, module: str) -> _Group:
-        """Returns the config group that names the module, or else the first group that names a class of modules."""
-        named = [group for group in self._groups if group.matches(module)]
-        of_class = [group for group in self._groups if any(each.isidentifier() for each in group.targets)]
-        found = named or of_class
-        if not found:
+        """Returns the config group of a module: that of the most specific target. Raises CheckpointError if no target fits.
+
+        A target with the module's name is more specific than a regular expression, and this is more specific than a class. Of
+        two equally specific targets, the first one in alphabetical order counts, as in match_targets() of compressed-tensors.
+        """
+        ranked = [
+            (rank, target, group)
+            for group in self._groups
+            for target in group.targets
+            if (rank := self._rank(module, target)) is not None
+        ]
+        if not ranked:
             raise CheckpointError(f"{module} has scales, but no config group of compressed-tensors names it")
-        return found[0]
+        return min(ranked, key=lambda each: each[:2])[2]
+
+    def _rank(self, module: str, target: str) -> int | None:
+        """Returns a number that is smaller for a more specific target, or None if the target does not fit the module."""
+        if target == module:
+            return 0
+        if target.startswith("re:"):
+            return 1 if re.match(target[3:], module) else None
+        if target not in self._classes:
+            return None
+        return 2 if target == ("Embedding" if module.endswith("embed_tokens") else "Linear") else 3
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
         module = name.removesuffix(".weight")
