@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "vocabulary below zero": {"vocab_size": -3},
     "no hidden size": {"hidden_size": None},
     "no layers": {"num_hidden_layers": 0},
+    "no positions": {"max_position_embeddings": 0},
     "heads are no multiple of KV heads": {"num_attention_heads": 5, "num_key_value_heads": 2},
     "another architecture": {"architectures": ["GPT2LMHeadModel"]},
     "quantized": {"quantization_config": {"quant_method": "awq"}},
@@ -66,6 +67,24 @@ def test_loading_refuses_quantized_tensors_that_the_config_does_not_mention(tmp_
     (path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="ModelOpt"):
         build(path)
+
+
+def test_loading_refuses_a_config_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        build(tmp_path)
+
+
+def test_loading_names_the_dtype_of_a_tensor_in_float64(tmp_path: Path) -> None:
+    """Tensors that the model does not need may have this dtype."""
+    MODELS["qwen3"].build(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | {"model.rotary_emb.inv_freq": torch.ones(16, dtype=torch.float64)}
+    save_file(tensors, file, {"format": "pt"})
+    build(tmp_path)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].double()}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight .* has dtype float64; supported: F32, BF16, F16"):
+        build(tmp_path)
 
 
 @pytest.mark.parametrize("weight_map", [[1], {"a": 3}, {"a": "../x.safetensors"}, {}, "x"], ids=str)

@@ -60,6 +60,13 @@ def test_loading_reads_an_original_context_that_is_outside_the_rope_parameters(t
     check(tmp_path)
 
 
+def test_factor_of_yarn_is_the_ratio_of_the_contexts_when_the_config_has_none(tmp_path: Path) -> None:
+    MODELS["llama-yarn-rope"].build(tmp_path)
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": None, "original_max_position_embeddings": 64}
+    edit_config(tmp_path, rope_parameters=rope)
+    check(tmp_path)
+
+
 def test_loading_prefers_a_single_file_to_an_index(tmp_path: Path) -> None:
     MODELS["llama-untied"].build(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "other.safetensors"}}))

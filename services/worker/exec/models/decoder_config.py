@@ -139,6 +139,17 @@ def windows_by_layer(given: Any) -> tuple[int, ...]:
     )
 
 
+def _rope(given: Any) -> dict[str, Any]:
+    """Returns the rope parameters of a config that has one set of them.
+
+    With yarn, a factor of None stands for the context divided by the original context, as in transformers.
+    """
+    rope = dict(given.rope_parameters or {})
+    if rope.get("rope_type") == "yarn" and rope.get("factor") is None:
+        rope["factor"] = given.max_position_embeddings / rope["original_max_position_embeddings"]
+    return rope
+
+
 def decoder_config(
     given: Any,
     windows: tuple[int, ...],
@@ -165,7 +176,7 @@ def decoder_config(
         rms_norm_eps=given.rms_norm_eps,
         max_position_embeddings=given.max_position_embeddings,
         tie_word_embeddings=bool(given.tie_word_embeddings),
-        rope=dict(given.rope_parameters or {}),
+        rope=_rope(given),
         windows=windows,
         qkv_bias=qkv_bias,
         o_bias=o_bias,

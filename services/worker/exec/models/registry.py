@@ -116,7 +116,7 @@ def _check_covered(given: Any, family: type[DecoderModel]) -> None:
 
 def _check_sizes(given: Any) -> None:
     """Checks that the sizes are positive and fit each other. Raises UnsupportedModel if not."""
-    names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
     if hasattr(given, "intermediate_size"):  # absent if all layers have experts
         names.append("intermediate_size")
     for name in names:

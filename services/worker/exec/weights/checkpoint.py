@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rootstock_llm.services.shared import served_config
 
-QUANTIZED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes of quantized weights in files, besides floats below 16 bits
+QUANTIZED_FLOATS = ("F8_", "F6_", "F4")  # beginnings of the dtypes of floats below 16 bits in files
+QUANTIZED_WEIGHTS = ("I8", "U8", "I4", "U4")  # dtypes of other quantized weights in files
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtype names in files
 STORED = FLOATS | {  # dtype names in files, of elements and of codes
     "F8_E4M3": torch.float8_e4m3fn,
@@ -36,7 +37,7 @@ class UnsupportedModel(ValueError):
 def _parsed(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
@@ -162,7 +163,7 @@ class Checkpoint:
             if not (self._folder / file).is_file():
                 continue
             found = self._dtype(name, file)
-            if found.startswith(("F8", "F6", "F4")) or (found in QUANTIZED_WEIGHTS and name.endswith("weight")):
+            if found.startswith(QUANTIZED_FLOATS) or (found in QUANTIZED_WEIGHTS and name.endswith("weight")):
                 raise CheckpointError(f"{self._folder} is quantized: {name} is {found}; supported: {', '.join(FLOATS)}")
 
     def _dtype(self, name: str, file: str) -> str:
@@ -238,7 +239,8 @@ class Checkpoint:
             raise CheckpointError(f"{name} of {self._folder} has shape {tuple(found.shape)}; the config requires {shape}")
         if not exact and dtype.is_floating_point and found.dtype not in FLOATS.values():
             kind = str(found.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{name} of {self._folder} has dtype {kind}, and its scales are missing")
+            reason = ", and its scales are missing" if found.dtype.itemsize == 1 else f"; supported: {', '.join(FLOATS)}"
+            raise CheckpointError(f"{name} of {self._folder} has dtype {kind}{reason}")
         if exact and found.dtype != dtype:
             kinds = f"{found.dtype}; the config requires {dtype}".replace("torch.", "")
             raise CheckpointError(f"{name} of {self._folder} has dtype {kinds}")
