@@ -302,7 +302,10 @@ def test_streaming_error_names_the_file_when_an_index_is_wrong(
 
 @pytest.mark.parametrize(
     ("tensor", "message"),
-    [(torch.zeros(64, 97), r"shape \(64, 97\); the config requires \(64, 96\)"), (torch.zeros(64, 96).double(), "has dtype F64; supported")],
+    [
+        (torch.zeros(64, 97), r"shape \(64, 97\); the config requires \(64, 96\)"),
+        (torch.zeros(64, 96).double(), "has dtype F64; supported"),
+    ],
 )
 def test_streaming_allocates_no_memory_when_a_shape_or_dtype_is_wrong(
     tensor: Tensor, message: str, broken: Path, device: torch.device
