@@ -129,7 +129,7 @@ SUPPORTED: list[tuple[str, Any, list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.by_day(one_in=2, seed=61)
+@pytest.mark.by_day(one_in=2, seed=44)
 @pytest.mark.parametrize("name, schema, passing, stopped", SUPPORTED, ids=[case[0] for case in SUPPORTED])
 def test_schema_keyword_allows_valid_texts_and_refuses_invalid_texts(
     name: str, schema: Any, passing: list[str], stopped: list[str]
