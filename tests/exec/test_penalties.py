@@ -178,7 +178,6 @@ def test_penalties_count_a_chunked_prompt_once(kernels: SampleKernels) -> None:
     assert edited(sampler) == edited(penalised(kernels, PROMPT, output))
 
 
-@pytest.mark.by_day(one_in=2, seed=2)
 @on_both_kernels
 def test_logits_stay_finite_when_the_repetition_penalty_is_tiny(kernels: SampleKernels) -> None:
     params = replace(PENALISED, repetition_penalty=1e-44)
