@@ -43,7 +43,7 @@ class Part:
     metrics_url: str  # URL of /metrics; empty: the process has no metrics
     url: str = ""  # base URL of a gateway's HTTP API; empty for other processes
     redis: int = 0  # port of a Redis; 0 for other processes
-    settings: GatewaySettings | None = None  # settings of a gateway, with the user's flags; None for other processes
+    settings: GatewaySettings | None = None  # settings of a gateway, with the user's flags. None for other processes
 
 
 def parts(settings: LocalSettings, model_path: str, ports: list[int]) -> list[Part]:

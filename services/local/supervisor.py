@@ -138,7 +138,7 @@ class Supervisor:
         self._log_dir = log_dir
         self._explain = explain or (lambda child, code: f"{child.command.name} ended with code {code}.")
         self._report = report
-        self.is_started = False  # whether the start is over; if set, ended processes are always restarted. The launcher sets it.
+        self.is_started = False  # whether the start has ended. The launcher sets it. Ended processes are then always restarted.
         self.children: list[Child] = []
 
     @property

@@ -335,7 +335,7 @@ async def _warm_up(settings: WorkerSettings, engine: Engine) -> None:
 
 def _first_steps(settings: WorkerSettings, engine: Engine, pulse: Pulse, limit: StepLimit) -> None:
     pulse.beat()
-    if settings.executor == "fake":  # fake_step_s sets the time of its steps, so there is nothing to measure
+    if settings.executor == "fake":  # fake_step_s sets the time of each step, so no time has to be measured
         return
     text = ModelText(engine.tokenizer)
     run_first_steps(engine.executor, engine.core.config, text, engine.info.generates, limit.record_step)

@@ -115,7 +115,7 @@ STEPS = {
 )
 @pytest.mark.parametrize("name", list(BACKENDS))
 def test_back_end_equals_the_reference_for_every_kind_of_step(name: str, dtype: torch.dtype, steps: list[str]) -> None:
-    """One backend runs all steps, with and without a window, so that leftover state of an earlier step is found."""
+    """The same back end runs all steps, with and without a window, so that leftover state of an earlier step is found."""
     model, backend = Model(DEVICE, dtype), BACKENDS[name](SHAPE, DEVICE)
     for step in (STEPS[step] for step in steps):
         batch = model.batch(*step)

@@ -219,7 +219,7 @@ def test_failed_operation_moves_no_page_and_is_reported(
 def test_closing_the_mover_unpins_host_memory_after_all_copies_have_ended(
     moving: Moving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a copy hangs, the host memory must stay pinned and the store open."""
+    """The host memory must stay pinned and the store open as long as a copy hangs."""
     begun, going, order = threading.Event(), threading.Event(), []
 
     def save(pages: Any, rows: Any, streamed: bool) -> None:

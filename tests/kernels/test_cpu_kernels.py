@@ -278,7 +278,7 @@ def assert_attends_as_reference(
         pages = rows.page_table[int(rows.slots[row]), positions // page_size].long()
         keys[pages, :, positions % page_size] = random(start + count, kv_heads, head_dim, dtype=dtype, seed=row + 1)
         values[pages, :, positions % page_size] = random(start + count, kv_heads, value_dim, dtype=dtype, seed=row + 50)
-        if rule.window:  # pages before the window may belong to another request by now
+        if rule.window:  # pages before the window may already belong to another request
             left = pages[: max(start - rule.window + 1, 0) // page_size * page_size]
             keys[left], values[left] = torch.nan, torch.nan
     found, expected = (torch.empty(num_tokens, heads * value_dim, dtype=dtype) for _ in range(2))

@@ -304,7 +304,7 @@ def experts(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-    read = FEW_IDS if pairs <= FEW_IDS else IDS  # not the number of pairs, for each of which Triton would compile a variant
+    read = FEW_IDS if pairs <= FEW_IDS else IDS  # only two sizes, because Triton compiles a variant of the kernel for each
     _group_kernel[count,](order, counts, ids, pairs, BLOCK=read, num_warps=4, **options)
     _gate_up_kernel[triton.cdiv(2 * inner, tile.n), tiles](
         hidden,

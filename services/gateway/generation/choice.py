@@ -122,7 +122,7 @@ class Delta:
 
 
 class Choice:
-    """One completion of a prompt. Lives as long as its request. All methods run on the event loop."""
+    """A completion of a prompt. Lives as long as its request. All methods run on the event loop."""
 
     __slots__ = (
         "_delivered",

@@ -84,7 +84,7 @@ class StoreSigns:
     """The functions by which metrics read the state of the store."""
 
     is_up: Callable[[], bool]
-    memory: Callable[[], tuple[int, int] | None]  # (bytes in use, limit in bytes or 0 for no limit); None: unknown
+    memory: Callable[[], tuple[int, int] | None]  # (bytes in use, limit in bytes or 0 for no limit), or None if unknown
 
 
 class StoreMetrics(Readings[StoreSigns]):

@@ -159,7 +159,7 @@ class FleetGateway:
             self._add(row)
         self._view = LoadView(self.columns, number)
         self._queue: FairQueue[OpenRequest] = FairQueue(MAX_QUEUED)
-        self._moved: deque[OpenRequest] = deque()  # requests that have left their worker and found no other one
+        self._moved: deque[OpenRequest] = deque()  # requests that have left their worker and have no new one yet
         self._open: dict[int, OpenRequest] = {}
         self._picks = 0
         self._sharing = SharingMeter()

@@ -127,7 +127,7 @@ def test_batch_command_with_wait_exits_with_failure_when_the_batch_fails(
     assert capsys.readouterr().err == "line 2: no body\n"
 
 
-def test_batch_command_reads_its_file_or_id_after_a_flag(batches: Batches) -> None:
+def test_batch_command_reads_the_file_or_the_id_after_a_flag(batches: Batches) -> None:
     assert main(["batch", "submit", "--wait", "requests.jsonl"]) == Exit.DONE
     assert len(batches.uploads) == 1
     assert main(["batch", "status", "--json", "batch_1"]) == Exit.DONE
@@ -180,7 +180,7 @@ def test_batch_submit_command_uploads_nothing_when_the_file_is_missing_or_invali
     assert batches.uploads == []
 
 
-def test_batch_submit_command_refuses_a_pipe_because_its_size_is_unknown(
+def test_batch_submit_command_refuses_a_pipe_as_the_file_of_requests(
     batches: Batches, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read, write = os.pipe()

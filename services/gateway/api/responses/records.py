@@ -209,7 +209,7 @@ class Records:
         return await self._change(owner, conversation_id, lambda conversation: conversation.update(metadata=metadata))
 
     async def extend(self, owner: str, conversation_id: str, items: Sequence[Json]) -> Json:
-        """Adds items at the end of a conversation. Items that the conversation already has are not added twice."""
+        """Adds the items whose ids the conversation does not have yet at its end, and returns the conversation."""
         return await self._change(owner, conversation_id, lambda conversation: _extend(conversation, items))
 
     async def remove_item(self, owner: str, conversation_id: str, item_id: str) -> Json:
@@ -254,7 +254,7 @@ class Records:
         return record
 
     async def _output_items(self, owner: str, response_id: str, item_ids: Container[str]) -> dict[str, Json]:
-        """Returns the output items of a response that have one of these ids, by id. Empty if no response has this id."""
+        """Returns the output items of a response whose ids are in `item_ids`, by id. Empty if no response has this id."""
         (found,) = await self._get(owner, [response_id]) if response_id else [None]
         output = () if found is None else orjson.loads(found.content)["response"]["output"]
         return {item["id"]: item for item in output if item["id"] in item_ids}

@@ -172,8 +172,9 @@ class ResponsesApi:
 
     async def _add_items(self, request: Request) -> Response:
         _, new = await self._parsed_items(request, ItemsRequest)
-        await self._records.extend(_owner(request), request.path_params["conversation_id"], new)
-        return json_response(_list(new, False))
+        conversation = await self._records.extend(_owner(request), request.path_params["conversation_id"], new)
+        stored = {item["id"]: item for item in conversation["items"]}
+        return json_response(_list([stored[item["id"]] for item in new], False))
 
     async def _get_item(self, request: Request) -> Response:
         found = await self._conversation(request)

@@ -37,7 +37,7 @@ class Report:
     finished: int  # requests that ended without an error
     errors: dict[str, int]  # number of requests by error
     seconds: float  # from the first sent request to the end of the run
-    prompt_tokens: int  # of finished requests, as are the next two fields
+    prompt_tokens: int  # tokens of finished requests, like the next two fields
     cached_tokens: int
     output_tokens: int
     hit_rate: float  # cached prompt tokens divided by prompt tokens, of finished requests

@@ -86,7 +86,9 @@ class Imports:
         return seq in self._waits
 
     def consider(self, wanted: Wanted, memory: KVMemory) -> bool:
-        """Makes a request wait if reading pages of its prompt that the tree lacks is faster than computing them, and possible.
+        """Makes a request wait for pages of its prompt that the tree lacks.
+
+        The request waits if reading the pages is faster than computing them, and device pages are available for the first read.
 
         Returns:
             Whether the request waits.

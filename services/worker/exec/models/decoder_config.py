@@ -58,7 +58,7 @@ class DecoderConfig:
     output_norms: bool = False  # whether the outputs of attention and MLP have norms
     output_gate: bool = False  # whether the attention result is multiplied by a sigmoid of its input
     gelu: bool = False  # whether the MLP uses gelu instead of silu
-    delta: DeltaNetSizes | None = None  # sizes of the recurrent layers; None without such layers
+    delta: DeltaNetSizes | None = None  # sizes of the recurrent layers, if the model has any
     recurrent: tuple[int, ...] = ()  # layers with Gated DeltaNet instead of attention
     experts: ExpertSizes | None = None  # sizes of the layers with experts; None without such layers
     sparse: tuple[int, ...] = ()  # layers with experts instead of one MLP

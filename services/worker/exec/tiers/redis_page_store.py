@@ -3,7 +3,7 @@
 The PageStore has one owner, which calls it on one thread.
 
     pages:2:IDENTITY:p:KEY   string   checksum 16 | time of writing 8, in ms | page; expires if not written or read for ttl_s
-    pages:2:IDENTITY:news    stream   {k: written keys, joined}, {d: deleted keys, joined}, {h: ""}: a worker has begun a scan
+    pages:2:IDENTITY:news    stream   {k: written keys, joined}, {d: deleted keys, joined}, {h: ""}: a worker starts a scan
 
 2 is the version of keys and values. IDENTITY is a digest of KV layout and secret; workers with another identity do not use these
 pages. KEY is a page key: the tag of the cache salt, then a keyed digest. So neither names nor values reveal tokens.

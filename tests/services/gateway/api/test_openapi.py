@@ -259,7 +259,7 @@ def collect_normal_responses(collected: Collected, store: RedisServer) -> None:
 
 
 def collect_faults(collected: Collected, patch: pytest.MonkeyPatch) -> None:
-    """Checks responses to faults before and during a response. A stream that has begun reports the fault in its last event."""
+    """Checks responses to faults before and during a response. The last event of a started stream reports the fault."""
     with System() as system:
         system.do(lambda: system.worker.allow(1))
         with ThreadPoolExecutor(4) as pool:

@@ -171,6 +171,16 @@ def test_item_reference_in_a_conversation_is_replaced_by_the_stored_item(system:
     assert refused.value.param == "items[0].id"
 
 
+def test_added_item_is_returned_as_stored_when_the_conversation_already_has_the_id(client: OpenAI) -> None:
+    first, second, new = (
+        {"type": "message", "id": name, "role": "user", "content": text} for name, text in (("x", "1"), ("x", "2"), ("y", "3"))
+    )
+    conversation = client.conversations.create(items=[first])  # type: ignore[list-item]
+    added: Any = client.conversations.items.create(conversation.id, items=[second, new])  # type: ignore[list-item]
+    stored: Any = client.conversations.items.list(conversation.id, order="asc").data
+    assert [item.content[0].text for item in added.data] == [item.content[0].text for item in stored] == ["1", "3"]
+
+
 def test_client_lists_each_item_once_when_a_request_repeats_an_item_id(client: OpenAI) -> None:
     """The client reads a list until its last page, and names the last item of each page by its id."""
     items: Any = [{"type": "message", "id": "x", "role": "user", "content": str(number)} for number in range(3)]
